@@ -18,7 +18,6 @@ from support.benchmarks import BENCHMARKS, REPORTS, between
 from support.forked import Forked
 from support.marks import needs_server
 from support.reward_batches import draw_batch
-from support.servers import begin_forks
 from support.waiting import until
 from trl import GRPOTrainer
 
@@ -40,8 +39,6 @@ def test_a_quick_run_ends_and_leaves_the_results_alone(script, tmp_path):
     results = BENCHMARKS / "results" / Path(script).with_suffix(".json")
     before = results.read_bytes() if results.exists() else None
     log = tmp_path / "log"
-    if marks(script):
-        begin_forks()
     assert Forked([str(BENCHMARKS / script), "--quick"], log).wait() == 0, log.read_text()
     assert (results.read_bytes() if results.exists() else None) == before
 

@@ -12,7 +12,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from support.loopback import free_port
 from support.marks import needs_server
-from support.servers import ServerProcess, begin_forks
+from support.servers import ServerProcess
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.app.request import read_request
@@ -43,7 +43,6 @@ def test_a_run_is_served_and_asked_as_in_this_process(run, tmp_path, monkeypatch
     request = read_request([str(run), "--vllm_server_port", str(port), "--vllm_max_model_length", "512", "--trust"])
     command, environment, words = _trained_command(_trained(request), str(run))
     assert "by tags in its text" in words
-    begin_forks()
     server = ServerProcess(command, port, tmp_path / "log", environment).start()
     try:
         shown = []

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from support.forking import listen
+from support.forking import Forked
 
 TERMINAL = """
 import signal, sys
@@ -62,26 +61,23 @@ def _run(first: pytest.Function) -> None:
     items = [item for item in items[items.index(first) :] if item.path == first.path]
     nodes = [item.nodeid for item in items if item.get_closest_marker("own_process") is not None]
     with tempfile.TemporaryDirectory() as folder:
-        reports = Path(folder) / "reports.jsonl"
-        command = [sys.executable, "-c", "from support.own_process import main; main()", *nodes]
+        reports, log = Path(folder) / "reports.jsonl", Path(folder) / "log"
         environment = {**os.environ, _REPORTS: str(reports)}
-        run = subprocess.run(
-            command,
-            cwd=first.config.rootpath,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["-m", "support.own_process", str(first.config.rootpath), *nodes]
+        status = Forked(command, log, environment).wait()
+        said = log.read_text(errors="replace")
         lines = reports.read_text().splitlines() if reports.exists() else []
     for node, outcome, text in map(json.loads, lines):
         _OUTCOMES.setdefault(node, (outcome, text))
-    ended = f"its process ended with the status {run.returncode}:\n{run.stdout[-8000:]}"
+    ended = f"its process ended with the status {status}:\n{said[-8000:]}"
     _OUTCOMES.setdefault(first.nodeid, ("failed", ended))
 
 
 def main() -> None:
     """The other process."""
-    listen()
-    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]], plugins=[_Reports()]))
+    os.chdir(sys.argv[1])
+    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]], plugins=[_Reports()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,11 +15,11 @@ import httpx
 from mt_grpo.app.serve import server_command
 from mt_grpo.servers.http import _headers, find_key
 from support.forked import Forked
+from support.forking import OTHER_PROCESSOR, SERVER_PYTHON, VLLM_FORKS, begin_forks
 from support.loopback import free_port
 from support.recipes import parse_recipe
 
 ROOT = Path(__file__).parents[2]
-SERVER_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_LIMIT = 900.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
 WATCH = """
@@ -36,43 +32,6 @@ try:
 except ProcessLookupError:
     pass
 """
-FORKS = "MT_GRPO_VLLM_FORKS"
-"""Environment variable: a socket of the process that servers are forked from, where it has begun."""
-OTHER_PROCESSOR = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-"""Variables with which our side computes as another processor. vLLM does not: its kernels, and what torch compiles for
-it, go by the processor that is there, and its engine ends where they disagree."""
-
-
-def begin_forks() -> None:
-    """Starts the process that servers are forked from. It ends with this one; what this one starts asks it too."""
-    if FORKS in os.environ:
-        return
-    folder = tempfile.TemporaryDirectory()  # nobody else may ask
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{folder.name}/forks")
-        listening.listen()
-        process = subprocess.Popen(
-            [str(SERVER_PYTHON), "-m", "support.vllm_forks", str(listening.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=[listening.fileno()],
-            start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in OTHER_PROCESSOR},
-        )
-    os.environ[FORKS] = f"{folder.name}/forks"
-
-    def end() -> None:
-        process.communicate()
-        folder.cleanup()
-
-    atexit.register(end)
-
-
-def ask_forks(request: object) -> int:
-    """See `Forked`."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.connect(os.environ[FORKS])
-        asking.sendall(json.dumps(request).encode() + b"\n")
-        return int(asking.makefile().readline())
 
 
 def nobody_left(group: int) -> bool:
@@ -122,8 +81,8 @@ class ServerProcess:
         return self
 
     def _begin(self) -> subprocess.Popen[bytes] | Forked:
-        if FORKS in os.environ and self.command[0] == str(SERVER_PYTHON):
-            return Forked(self.command[1:], self.log, self._environment, ask_forks)
+        if VLLM_FORKS in os.environ and self.command[0] == str(SERVER_PYTHON):
+            return Forked(self.command[1:], self.log, self._environment, VLLM_FORKS)
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 self.command, cwd=ROOT, env=self._environment, stdout=log, stderr=log, start_new_session=True

@@ -1,18 +1,17 @@
-"""The process that vLLM servers are forked from: `python -m support.vllm_forks DESCRIPTOR`, see `support.servers`."""
+"""The process that vLLM servers are forked from: `python -m support.vllm_forks DESCRIPTOR`, see `support.forking`."""
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
 import os
-import select
 import socket
-import sys
-from collections.abc import Iterator
 
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from vllm.entrypoints.serve.dev.server_info import api_router
 from vllm.utils import system_utils
 
-from support.forking import serve_forks
+from support.forking import requests, serve_forks
 
 IMPORTED = (
     "vllm.entrypoints.openai.api_server",
@@ -20,17 +19,8 @@ IMPORTED = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
+    "torch._inductor.compile_fx",
 )
-
-
-def requests(listening: socket.socket) -> Iterator[tuple[str, int]]:
-    """Until standard input ends."""
-    while sys.stdin not in select.select([sys.stdin, listening], [], [])[0]:
-        asking = listening.accept()[0].detach()
-        with os.fdopen(os.dup(asking)) as lines:
-            line = lines.readline()
-        yield line, asking
-        os.close(asking)
 
 
 def leave_ports() -> None:
@@ -53,4 +43,7 @@ if __name__ == "__main__":
     os.register_at_fork(after_in_child=leave_ports)
     for module in IMPORTED:  # they take from `system_utils` what was put there
         importlib.import_module(module)
-    serve_forks(requests(socket.socket(fileno=int(sys.argv[1]))))
+    # what each would find out again, by starting ten programs: which machine this is, and what can be compiled for it
+    api_router._get_system_env_info_cached()
+    valid_vec_isa_list()
+    serve_forks(requests())
