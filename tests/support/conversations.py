@@ -16,7 +16,6 @@ from mt_grpo.rollout import (
     RolloutRunner,
     SamplingParams,
     ScriptedEngine,
-    TemplateError,
 )
 from mt_grpo.trajectory import StopReason, Turn
 from support.models import TEMPLATES, build_tokenizer
@@ -85,13 +84,9 @@ def template_tokenizer(name: str):
 
 
 @lru_cache
-def renderer(name: str) -> ChatRenderer | None:
-    """One with the special tokens of its template; `None` where that holds no conversation."""
-    tokenizer = template_tokenizer(name)
-    try:
-        return ChatRenderer(tokenizer)
-    except TemplateError:
-        return None
+def renderer(name: str) -> ChatRenderer:
+    """One with the special tokens of its template."""
+    return ChatRenderer(template_tokenizer(name))
 
 
-NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja") if renderer(path.stem))
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
