@@ -101,7 +101,7 @@ def test_two_processes_train_as_the_configuration_says(start, recipe, config, tm
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_failure_of_the_processes_is_the_exit_status(start, recipe, config, log, processes):
     arguments = [*recipe(tools=["mt_grpo.errors.nothing"]), *config(processes), "--dry_run"]
-    assert start(*arguments, forked=processes > 1).wait(300) == 1
+    assert start(*arguments).wait(300) == 1
     assert "mt-grpo: The tool 'mt_grpo.errors.nothing' does not exist" in log()
 
 

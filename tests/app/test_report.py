@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import re
 import shlex
-import subprocess
-import sys
+import signal
 import warnings
 
 import pytest
 from rich.console import Console
 from support.app_fixtures import SAVE
 from support.conversations import Talk, user
+from support.forked import Forked
 from support.models import CPU_RUN
-from support.waiting import until_true
+from support.waiting import until, until_true
 
 from mt_grpo.app.rollout import _findings, _show_audit
 from mt_grpo.app.train import _next_steps, _plot, run_training
@@ -100,15 +99,26 @@ def test_steps_that_are_not_logged_have_a_line(recipe, prints):
     assert re.fullmatch(r"step 1/3  \d+\.\d s  0:0\d:\d\d left", steps[0])
 
 
+HOLDS = """
+import time
+
+def holds(completions, trainer_state, **row):
+    if trainer_state.global_step == 1:
+        time.sleep(600)
+    return [0.0] * len(completions)
+"""
+
+
 @pytest.mark.slow
-def test_a_line_is_there_before_the_next_step_begins(recipe):
-    """Whoever reads a pipe sees each line when it is written."""
-    command = [sys.executable, "-m", "mt_grpo", "train", *recipe(max_steps=2, do_eval=False)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, bufsize=1) as run:
-        assert next(line for line in run.stdout if line.startswith("step 1/2")) and run.poll() is None
-        run.stdout.read()
-    assert run.returncode == 0
+def test_a_line_is_there_before_the_next_step_begins(recipe, tmp_path):
+    """Whoever reads a pipe or a file sees each line when it is written."""
+    log, rewards = tmp_path / "log", tmp_path / "rewards.py"
+    rewards.write_text(HOLDS)
+    keys = {"max_steps": 2, "do_eval": False, "outcome_reward_funcs": [f"{rewards}:holds"]}
+    run = Forked(["-m", "mt_grpo", "train", *recipe(**keys)], log)
+    until(lambda: re.search("^step 1/2", log.read_text(), re.M), lambda: run.poll() is None, seen=log.read_text)
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
 
 
 def test_a_terminal_shows_what_a_step_waits_for(build):
