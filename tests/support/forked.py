@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from support import forking
-from support.forking import Forked, requests, serve_forks
+from support.forking import Forked, serve_forks
 
 __all__ = ["Forked", "fork_what_is_launched", "run_processes", "start_ranks"]
 IMPORTED = "support.ranks", "mt_grpo.app.train", "support.trainers", "accelerate.utils", "torch.distributed.fsdp"
@@ -64,11 +64,10 @@ def run_processes(arguments: list[str], processes: int, log: Path, environment: 
         time.sleep(0.02)
 
 
-def main() -> None:
-    """The process that programs are forked from."""
+def prepare() -> None:
+    """In the process that programs are forked from."""
     for module in IMPORTED:
         __import__(module)
-    serve_forks(requests())
 
 
 def fork_what_is_launched() -> None:
@@ -97,7 +96,3 @@ def fork_what_is_launched() -> None:
     SubprocessHandler._popen = lambda self, words, environment: Forked([*words[2:]], log, environment)
     single = SimpleNamespace(**vars(subprocess) | {"Popen": lambda words, env: Forked(words[1:], log, env)})
     accelerate.commands.launch.subprocess = single
-
-
-if __name__ == "__main__":
-    main()

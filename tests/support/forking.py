@@ -6,7 +6,9 @@ tests share them. This needs nothing itself.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -27,6 +29,7 @@ SERVER_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 OTHER_PROCESSOR = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 """Variables with which our side computes as another processor. vLLM does not: its kernels, and what torch compiles for
 it, go by the processor that is there, and its engine ends where they disagree."""
+_LIBC = ctypes.CDLL(None)
 _WAITING = """
 import os, select, sys
 if 0 not in select.select([0, int(sys.argv[1])], [], [])[0]:
@@ -36,8 +39,8 @@ if 0 not in select.select([0, int(sys.argv[1])], [], [])[0]:
 
 def begin_forks() -> None:
     """Both processes begin when they are asked first. They end with this one; what this one starts asks them too."""
-    _begin(FORKS, [sys.executable, "-m", "support.forked"])
-    _begin(VLLM_FORKS, [str(SERVER_PYTHON), "-m", "support.vllm_forks"], without=OTHER_PROCESSOR)
+    _begin(FORKS, [sys.executable, "-m", "support.forking", "support.forked"])
+    _begin(VLLM_FORKS, [str(SERVER_PYTHON), "-m", "support.forking", "support.vllm_forks"], without=OTHER_PROCESSOR)
 
 
 def _begin(variable: str, command: list[str], without: Sequence[str] = ()) -> None:
@@ -174,6 +177,8 @@ def serve_forks(requests: Iterable[tuple[str, int]], asked: Sequence[int] = ()) 
 def _become(arguments: list[str], log: str, environment: dict[str, str], folder: str) -> None:
     os.setsid()
     listen()
+    for last in (_LIBC._exit, _LIBC.fcloseall):  # from last to first: libraries in C are not taken apart either
+        _LIBC.on_exit(last, None)
     for number, path in ((0, os.devnull), (1, log), (2, log)):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)
@@ -184,6 +189,15 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
     os.chdir(folder)
     sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     run_python(arguments)
+
+
+def _leave_libraries() -> None:
+    """
+    The last that a program does. Python takes all modules apart at its end, for which most of what was imported before
+    it would be copied first: those of libraries are left. Of ours it still says what was never awaited.
+    """
+    found = [name for name, module in sys.modules.items() if "/site-packages/" in str(vars(module).get("__file__"))]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object([sys.modules.pop(name) for name in found]))  # for ever
 
 
 def listen() -> None:
@@ -202,3 +216,9 @@ def run_python(arguments: list[str]) -> None:
         sys.argv = arguments
         sys.path.insert(0, os.path.dirname(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":  # a module that says what to import, and a socket's descriptor
+    atexit.register(_leave_libraries)
+    importlib.import_module(sys.argv[1]).prepare()
+    serve_forks(requests())

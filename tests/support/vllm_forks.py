@@ -1,4 +1,4 @@
-"""The process that vLLM servers are forked from: `python -m support.vllm_forks DESCRIPTOR`, see `support.forking`."""
+"""What the process has imported that vLLM servers are forked from, see `support.forking`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import socket
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from vllm.entrypoints.serve.dev.server_info import api_router
 from vllm.utils import system_utils
-
-from support.forking import requests, serve_forks
 
 IMPORTED = (
     "vllm.entrypoints.openai.api_server",
@@ -37,7 +35,8 @@ def leave_ports() -> None:
     os.close(nothing)
 
 
-if __name__ == "__main__":
+def prepare() -> None:
+    """In the process that servers are forked from."""
     # The CPU build starts engine and worker with a new interpreter each, so that every one imports vLLM for 8 seconds.
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     os.register_at_fork(after_in_child=leave_ports)
@@ -46,4 +45,3 @@ if __name__ == "__main__":
     # what each would find out again, by starting ten programs: which machine this is, and what can be compiled for it
     api_router._get_system_env_info_cached()
     valid_vec_isa_list()
-    serve_forks(requests())
