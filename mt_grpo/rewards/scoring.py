@@ -222,7 +222,9 @@ def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
 
 
 def score_cut(
-    funcs: Sequence[TurnReward | StateScore], samples: Sequence[tuple[Trajectory, int]]
+    funcs: Sequence[TurnReward | StateScore],
+    samples: Sequence[tuple[Trajectory, int]],
+    teacher_knows_end: bool = False,
 ) -> Coroutine[object, object, dict[str, str]]:
     """
     Scores turns once more, on their trajectories cut off after them: for each reward that depends on later turns, by
@@ -232,6 +234,8 @@ def score_cut(
     calls = []
     for trajectory, index in samples:
         cut = cut_after(trajectory, index)
+        if teacher_knows_end:
+            cut.teacher_log_ratios = [None] * len(cut.teacher_log_ratios)
         for func in funcs:
             whole = _call_one(func, trajectory, trajectory.turns[index], trajectory)
             recorded = trajectory.rewards["state" if isinstance(func, StateScore) else "turn"][func.name][index]

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from math import isnan, nan
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, describe_error, find_fault, refuse_first
+from mt_grpo.forward import ROW_TOKENS
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.model import score
 from mt_grpo.forward.packing import flatten
@@ -182,8 +184,7 @@ class Distillation:
         model = trainer.teacher or trainer.model
         weights = nullcontext() if trainer.teacher_weights is None else trainer.teacher_weights.lent()
         with trainer.scoring(model), weights:
-            for start in range(0, len(trees), size):
-                part = trees[start : start + size]
+            for part in self._parts(trees, size):
                 # the experts of another model than the policy are others
                 flat = [replace(flatten(tree), routes=None) for tree in part]
                 scores = score(model, replace(plan, trees=flat, media=media))
@@ -193,7 +194,35 @@ class Distillation:
                     likeliest += scores.by_turn(turns, both)
                     logps = logps[:, 0]
                 found += [[turn.tolist() for turn in tree] for tree in scores.by_turn(turns, logps)]
-        return found, likeliest if top else None
+
+        def by_tree(parts: list[list[Any]]) -> list[list[Any]]:
+            turns = chain.from_iterable(parts)
+            return [[next(turns) for _ in range(tree.num_turns)] for tree in trees]
+
+        return by_tree(found), by_tree(likeliest) if top else None
+
+    def _parts(self, trees: Sequence[TokenTree], size: int) -> list[list[TokenTree]]:
+        """
+        The trees of each forward, `size` at most. With hints they are large, and cut between turns: `ROW_TOKENS` go in
+        one forward, or `size` rows. This is a collective call: each process makes as many forwards.
+        """
+        parts = [list(trees[start : start + size]) for start in range(0, len(trees), size)]
+        if not self._sees:
+            return parts
+        packs, cut = self._trainer.args.forward == "tree", []
+        for part in parts:
+            cut.append([TokenTree()])
+            for tree in part:
+                for turn, action in enumerate(tree.actions()):
+                    path = tree.path_of_turn(turn)
+                    tokens = sum(each.num_tokens for each in cut[-1]) + len(path)
+                    full = len(cut[-1]) > (1 if packs else size) and (tokens > ROW_TOKENS or not packs)
+                    if full:
+                        cut.append([TokenTree()])
+                    if full or not turn or not packs:
+                        cut[-1].append(TokenTree())
+                    cut[-1][-1].add_turn(path[: len(path) - len(action)], action, [0.0] * len(action))
+        return cut + [[TokenTree()]] * (max(gather_object([len(cut)])) - len(cut))
 
     def _shown(self, trajectory: Trajectory) -> TokenTree:
         """What the teacher reads of a conversation, if it can see what that shows."""

@@ -14,8 +14,10 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from mt_grpo.envs import Step, StepEnv
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import OutcomeReward, TeacherAgreement
 from mt_grpo.runlog import read_trajectories
+from mt_grpo.training import distillation
 from mt_grpo.training.distillation import LOGPS
 
 HISTORIES = (
@@ -96,6 +98,19 @@ def test_it_reads_each_turn_with_the_answer_before_it(teach, options):
     assert {one.teacher_hint for one in trainer.batch.trajectories} == {"The right answer is\nLima 0"}
 
 
+@pytest.mark.parametrize("forward", ["tree", "padded"])
+def test_hints_are_read_in_forwards_of_a_bounded_size(teach, monkeypatch, forward):
+    trainer, seen, score = teach("answer", forward=forward, distillation_topk=3), [], distillation.score
+    trainer.model.train()
+    monkeypatch.setattr(distillation, "ROW_TOKENS", 400)
+    monkeypatch.setattr(distillation, "score", lambda model, plan: seen.append(plan.trees) or score(model, plan))
+    batch(trainer)
+    assert check_log_probs(trainer) == 9
+    rows = [sum(len(tree.paths()) for tree in trees) for trees in seen]
+    assert rows == [4, 4, 1] if forward == "padded" else sum(rows) == 9 and len(rows) > 1
+    assert forward == "padded" or max(map(unique_tokens, seen)) <= 400
+
+
 def test_no_token_of_a_hint_is_trained(teach, build):
     inputs, untaught = (batch(trainer) for trainer in (teach("answer"), build(thinking)))
     assert inputs.keys() == untaught.keys() | {LOGPS} and not inputs[LOGPS].requires_grad
@@ -143,6 +158,13 @@ def test_it_reads_with_what_the_environment_said(teach):
     trainer.batch.taught = False
     trainer.distillation.read(trainer.batch)
     assert trainer.batch.trajectories[2].teacher_hint.endswith(f"{told}1 test failed")
+
+
+@pytest.mark.parametrize(("sees", "causal"), [(["answer"], True), (["answer", "feedback"], False)], ids=str)
+def test_what_a_teacher_knows_of_the_end_is_found(teach, sees, causal):
+    trainer = teach(*sees, rewards=((TeacherAgreement(),), ()), advantage_estimator="reward_to_go")
+    trainer.train()
+    assert trainer.step_log.warnings.causal == {"teacher_agreement": causal}
 
 
 def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, caplog):
