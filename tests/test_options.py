@@ -81,6 +81,7 @@ CONTRADICTING = [
         {"teacher": {"model": "a", "gate": "explained"}},
         "`gate` of `teacher` chooses turns to distil, and nothing is distilled",
     ),
+    ({"distillation_topk": 1, "distillation_coef": 1.0, "teacher": "a"}, "`distillation_topk` is 1; one token alone"),
     (
         {"distillation_topk": 5, "teacher": "a"},
         "`distillation_topk: 5` says on which tokens the distance to a teacher is taken, and nothing is learnt",

@@ -330,7 +330,7 @@ class RunOptions:
     )
     distillation_topk: int | None = _training(
         "Distil on so many of a teacher's likeliest tokens. Unset: on the sampled token.",
-        rule=_ABOVE_ZERO,
+        rule=_Rule(lambda value: value >= 2, "one token alone has the probability 1 in both models, so set 2 or more"),
         page="teachers.md",
     )
 

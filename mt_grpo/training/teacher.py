@@ -53,6 +53,11 @@ Found = tuple[Logprobs, list[list[Tensor]] | None]
 _AT_ONCE = 32
 """Requests that a process sends to a teacher's server at once."""
 
+_PROBE = [37 * place % 256 for place in range(16)]
+"""Tokens whose log-probs tell one model of a server from another; in a text they would be alike."""
+
+_APART = 0.5  # nats per token of the probe, of which other kernels and batches make a tenth
+
 
 def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
     """
@@ -176,7 +181,7 @@ class ServerTeacher:
             if longest is None:
                 raise ConfigError(f"The teacher's server at {url} does not say its context (`max_model_len`).")
             self.positions = longest - 1  # a token is sampled after what it reads
-            self._ask([0, 0])
+            self._first_probe = self._probe(self._ask(_PROBE))
         except RequestFailed as error:
             if error.unreachable:
                 raise ConfigError(
@@ -189,6 +194,10 @@ class ServerTeacher:
 
     def _ask(self, ids: list[int]) -> list[dict[int, float]]:
         return server_likeliest(self._server, self._model, ids, self._top)
+
+    @staticmethod
+    def _probe(answer: list[dict[int, float]]) -> list[float]:
+        return [logprobs[token] for token, logprobs in zip(_PROBE[1:], answer, strict=True)]
 
     async def _answer(self, ids: list[int]) -> Any:
         async with self._places:
@@ -214,7 +223,9 @@ class ServerTeacher:
         return taken
 
     def read(self, trees: Sequence[TokenTree]) -> Found:
-        """The log-probs of conversations; `ServerGoneError` where the server does not give them."""
+        """
+        The log-probs of conversations; `ServerGoneError` where the server does not give them, or has another model.
+        """
         paths = [(number, path) for number, tree in enumerate(trees) for path in _sampled(tree)]
 
         async def answers_of_all() -> list[Any]:
@@ -227,10 +238,17 @@ class ServerTeacher:
 
         try:
             answers = run(answers_of_all())
+            again = self._probe(self._ask(_PROBE))
         except RequestFailed as error:
             raise ServerGoneError(
                 f"The teacher's server does not read a conversation: {error} Start it again, or name `model` alone."
             ) from error
+        apart = sum(abs(one - other) for one, other in zip(again, self._first_probe, strict=True)) / len(again)
+        if not apart <= _APART:
+            raise ServerGoneError(
+                f"The teacher's server at {self._server.url} has another model than when the run began: its log-probs "
+                f"of the same tokens are {apart:.1f} apart. Start it again with {self._model!r}."
+            )
         found: Logprobs = [[[] for _ in range(tree.num_turns)] for tree in trees]
         likeliest: list[list[list[Any]]] = [[[] for _ in range(tree.num_turns)] for tree in trees]
         for (number, path), answer in zip(paths, answers, strict=True):

@@ -40,7 +40,7 @@ from mt_grpo.servers import http
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.distillation import LOGPS
 from mt_grpo.training.rollout_batch import TOP, RolloutBatch
-from mt_grpo.training.teacher import _layers_of
+from mt_grpo.training.teacher import _PROBE, _layers_of
 from mt_grpo.trajectory import Trajectory
 
 MODELS = ("llama", "gpt-oss", "gemma 2", "cohere", "granite", "gpt-2", "bloom", *ONE_OF_EACH_KIND)
@@ -383,7 +383,8 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
         trainer.distillation.read(shown)
     trainer.train()
     assert trainer.teacher_model is None and check_against_a_forward_per_turn(trainer) >= 8
-    asked = server.http.asked("/v1/completions")[1:]  # one for each different branch, whole
+    asked = [each for each in server.http.asked("/v1/completions") if each["prompt"] != _PROBE]
+    # one for each different branch, whole
     branches = [path for each in trainer.batch.trajectories for path in each.tree.sequences()]
     last = {tuple(path.tokens[: max(torch.tensor(path.mask).nonzero()) + 1]) for path in branches}
     assert len(asked) == 2 * len(last) and asked[-1]["prompt_logprobs"] == 0
@@ -392,7 +393,13 @@ def test_a_server_teaches_as_the_model_does(teach, build, tokenizer, tmp_path, m
     tree.add_turn([1, 2], [3], [0.0])
     tree.extend([4, 5], [], [])  # a turn that sampled nothing
     assert [list(map(len, turns)) for turns in trainer.teacher.read([tree])[0]] == [[1, 0]]
-    assert server.http.asked("/v1/completions")[-1]["prompt"] == [1, 2, 3]
+    assert server.http.asked("/v1/completions")[-2]["prompt"] == [1, 2, 3]
+    server.model, own = build_model(tokenizer), server.model  # by the same name
+    with pytest.raises(
+        ServerGoneError, match="has another model than when the run began: .* Start it again with 'big'"
+    ):
+        trainer.teacher.read([tree])
+    server.model = own
     server.scores = False  # an error that keeps a checkpoint of the run
     with pytest.raises(ServerGoneError, match="not read a conversation: .* Start it again, or name `model` alone"):
         trainer.teacher.read([tree])
