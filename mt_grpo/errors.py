@@ -158,6 +158,10 @@ _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors"
 """Packages that check the user's input; the user can mend their errors."""
 
 
+MISREAD = (TypeError, AttributeError, LookupError)
+"""What libraries raise further where a file of a model holds what they do not look for."""
+
+
 @contextlib.contextmanager
 def libraries_may_refuse(what: str, *also: type[Exception]) -> Iterator[None]:
     """Turns the errors that libraries raise about a user's input into `ConfigError`; `also` those of further kinds."""

@@ -36,7 +36,7 @@ from mt_grpo.credit import (
 )
 from mt_grpo.credit.audit import outcome_at_first_turn
 from mt_grpo.credit.batch import MissingField, Scale
-from mt_grpo.errors import UserError, libraries_may_refuse
+from mt_grpo.errors import MISREAD, UserError, libraries_may_refuse
 from mt_grpo.forward import SIZE, TurnGradients
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.options.table import Values
@@ -210,7 +210,7 @@ def _load_policy(name: str, options: Values) -> PreTrainedModel:
     dtype = "float32" if device == "cpu" else options["dtype"] or "float32"
     found = resolve_model(name, options["model_revision"])
     base, settings = resolve_base(found), adapter_settings(found)
-    with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
+    with libraries_may_refuse(f"The model {name!r} cannot be loaded", *MISREAD):
         source = {"revision": options["model_revision"], "trust_remote_code": options["trust_remote_code"]}
         model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **source)
         if settings is not None:

@@ -30,7 +30,7 @@ from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
-from mt_grpo.errors import ConfigError, describe_error, libraries_may_refuse
+from mt_grpo.errors import MISREAD, ConfigError, describe_error, libraries_may_refuse
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.media import decoded, read_messages
@@ -227,7 +227,7 @@ def _build(
     if checkpoint is not None:
         check_adapter(checkpoint, adapter_settings(name) or (peft_config and peft_config.to_dict()))
     where = source_options(args)
-    with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
+    with libraries_may_refuse(f"The model {name!r} cannot be loaded", *MISREAD):
         config = AutoConfig.from_pretrained(base, **where)
         processing_class = _load_processing(base, config, **where)
     tokenizer = tokenizer_in(processing_class)

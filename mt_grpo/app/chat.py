@@ -19,7 +19,7 @@ from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.env import Env, Outcome, Policy, Step
 from mt_grpo.envs.source import source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
-from mt_grpo.errors import ConfigError, EngineError, libraries_may_refuse
+from mt_grpo.errors import MISREAD, ConfigError, EngineError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed
@@ -44,7 +44,7 @@ def chat(recipe: Recipe, server: str | None = None) -> int:
     source = _environment(args)
     revision = recipe.model.model_revision
     name = resolve_model(recipe.model.model_name_or_path, revision, subfolder_of(args))
-    with libraries_may_refuse(f"The model {name!r} cannot be loaded"):
+    with libraries_may_refuse(f"The model {name!r} cannot be loaded", *MISREAD):
         tokenizer = AutoTokenizer.from_pretrained(name, **source_options(args, revision))
         prepare_tokenizer(tokenizer, source)
         engine = _local(name, recipe, args, tokenizer) if server is None else _at_server(server, name, args, tokenizer)

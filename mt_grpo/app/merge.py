@@ -21,7 +21,7 @@ from trl.trainer.utils import create_model_from_path
 from mt_grpo.app.recipe_file import CONFIG, read_file
 from mt_grpo.app.request import check_new, read_words, whole_number
 from mt_grpo.app.schema import load_schema
-from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.errors import MISREAD, ConfigError, libraries_may_refuse
 from mt_grpo.imports import in_home
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import parse_mapping
@@ -78,7 +78,7 @@ def _merge_model(run: Path, trained: Path, to: Path, trusts: bool) -> str:
     _check_weights(trained, run)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
-        with libraries_may_refuse(f"The model in {trained} cannot be merged"):
+        with libraries_may_refuse(f"The model in {trained} cannot be merged", *MISREAD):
             what = _write_model(trained, partial, {**record.about.get("options", {}), **options}, trusts)
         step = _step_of(trained, record)
         if record.about:
@@ -146,6 +146,6 @@ def _step_of(trained: Path, run: Run) -> int:
     if state.is_file():
         try:
             return int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             raise ConfigError(f"{state} is damaged: bring it back, or merge another checkpoint.") from None
     return max((int(row["step"]) for row in run.metrics()), default=0)

@@ -41,7 +41,7 @@ from mt_grpo.doctor.memory import (
 )
 from mt_grpo.envs import EnvSource
 from mt_grpo.envs.source import source_of
-from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
+from mt_grpo.errors import MISREAD, ConfigError, UserError, libraries_may_refuse
 from mt_grpo.forward.lm_head import CHUNK_ELEMENTS
 from mt_grpo.forward.probe import context_length
 from mt_grpo.options.values import SELF
@@ -175,7 +175,7 @@ class RunFacts:
         if teacher["model"] == SELF or "server" in teacher:
             return 0.0
         source = {name: value for name, value in source_options(self.args).items() if name not in OF_POLICY}
-        with libraries_may_refuse(f"The teacher {teacher['model']!r} cannot be loaded"):
+        with libraries_may_refuse(f"The teacher {teacher['model']!r} cannot be loaded", *MISREAD):
             config = AutoConfig.from_pretrained(resolve_base(_resolved("--teacher", teacher["model"])), **source)
             shape = Shape.of(config, trust_remote_code=self.args.trust_remote_code)
         return shape.parameters * self.precision.weights
@@ -187,12 +187,12 @@ class RunFacts:
 
     @_fact
     def config(self) -> PreTrainedConfig:
-        with libraries_may_refuse(f"The model {self.name!r} cannot be loaded"):
+        with libraries_may_refuse(f"The model {self.name!r} cannot be loaded", *MISREAD):
             return AutoConfig.from_pretrained(resolve_base(self.name), **self.source)
 
     @_fact
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        with libraries_may_refuse(f"The tokenizer of {self.name!r} cannot be loaded"):
+        with libraries_may_refuse(f"The tokenizer of {self.name!r} cannot be loaded", *MISREAD):
             tokenizer = AutoTokenizer.from_pretrained(resolve_base(self.name), **self.source)
         prepare_tokenizer(tokenizer, self.env)
         return tokenizer

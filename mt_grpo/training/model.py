@@ -42,7 +42,7 @@ from trl.models import get_act_offloading_ctx_manager, unwrap_model_for_generati
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import check_hub, embedded
-from mt_grpo.errors import ConfigError, UserError
+from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
 from mt_grpo.forward.patching import replaced
 from mt_grpo.imports import in_home, looks_like_path
 from mt_grpo.rollout.engines import Engine, LocalEngine
@@ -84,7 +84,8 @@ def resolve_model(name: str, revision: str | None = None, subfolder: str | None 
         return str(path)
     if looks_like_path(name):
         raise ConfigError(f"The model {name!r} cannot be loaded: there is no such folder (from {Path.cwd()}).")
-    cached = (try_to_load_from_cache(name, file, revision=revision) for file in files)
+    with libraries_may_refuse(f"The model {name!r} cannot be loaded"):  # no name that the Hub has
+        cached = [try_to_load_from_cache(name, file, revision=revision) for file in files]
     if not any(isinstance(file, str) for file in cached):
         check_hub(f"The model {name!r}")
     return name
@@ -109,7 +110,7 @@ def resolve_base(name: str) -> str:
     if settings is None:
         return name
     base = settings.get("base_model_name_or_path")
-    if not base:
+    if not isinstance(base, str) or not base:
         raise ConfigError(
             f"The {ADAPTER_CONFIG_NAME} in {name!r} has no `base_model_name_or_path`: write the model there that the "
             "adapter is of."

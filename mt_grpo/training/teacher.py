@@ -23,7 +23,7 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.concurrency import Task, consume_exception, in_thread, run
-from mt_grpo.errors import ConfigError, ServerGoneError, libraries_may_refuse
+from mt_grpo.errors import MISREAD, ConfigError, ServerGoneError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
 from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.options.values import SELF
@@ -78,7 +78,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
     given = {option: value for option, value in created_with(args).items() if option not in OF_POLICY}
     given["dtype"] = given.get("dtype") or trainer.model.dtype
     args = changed(args, model_init_kwargs=given)
-    with libraries_may_refuse(f"The teacher {name!r} cannot be loaded"):
+    with libraries_may_refuse(f"The teacher {name!r} cannot be loaded", *MISREAD):
         found = resolve_base(resolve_model(name))
         tokenizer = AutoTokenizer.from_pretrained(found, **source_options(args))
         _check_tokens(name, tokenizer, trainer._tokenizer)

@@ -120,13 +120,17 @@ def test_a_run_that_says_little_of_itself_is_merged(prints, refused, model_folde
     assert "Credit of a turn" not in text and "Tools" not in text
     for name, content, words in (
         ("trainer_state.json", "[]", "is damaged"),
+        ("trainer_state.json", '{"global_step": 1e400}', "is damaged"),
         ("config.yaml", "", "is empty"),
         ("config.yaml", "system_prompt: 3", "`system_prompt` in"),
         ("config.yaml", "call_protocol: [tags]", "is ['tags'], a list: it takes text"),
         ("config.yaml", "environments: [1]", "`environments` in"),
+        ("tokenizer_config.json", "3", "cannot be merged"),
+        ("config.json", "null", "cannot be merged"),
     ):
         (run / name).write_text(content)
-        assert f"{name}" in (said := refused("merge", run, "--to", tmp_path / "other")) and words in said
+        assert words in (said := refused("merge", run, "--to", tmp_path / "other"))
+        assert name in said or name.endswith("config.json")  # which the library does not name
         (run / name).unlink()
 
 

@@ -67,6 +67,8 @@ def test_the_embedded_model_has_its_name_in_python_too(build):
         ("{0}/half", "'.*half' cannot be loaded, since its model.safetensors is damaged"),
         ("{0}/adapter", "was trained on the model '/gone'. .* no such folder"),
         ("{0}/alone", "adapter_config.json in .*alone' has no `base_model_name_or_path`: write the model there"),
+        ("{0}/number", "adapter_config.json in .*number' has no `base_model_name_or_path`"),
+        ("my model", "'my model' cannot be loaded: Repo id must use"),
         ("{0}/light", "The adapter in .*light' is not whole: it needs adapter_model.safetensors, and a `peft_type`"),
     ],
 )
@@ -76,8 +78,9 @@ def test_a_folder_without_a_whole_model_is_refused(build, adapter, folder, name,
     for name_of, share in (("base", 0.0), ("half", 0.5)):
         weights = folder.parent / name_of / "model.safetensors"
         os.truncate(weights, int(weights.stat().st_size * share))
-    alone, light = (shutil.copytree(adapter, folder.parent / name) for name in ("alone", "light"))
+    alone, light, number = (shutil.copytree(adapter, folder.parent / name) for name in ("alone", "light", "number"))
     (light / "adapter_model.safetensors").unlink()
+    change(number / "adapter_config.json", base_model_name_or_path=3)
     change(alone / "adapter_config.json", base_model_name_or_path=None)
     change(adapter / "adapter_config.json", base_model_name_or_path="/gone")
     with pytest.raises(ConfigError, match=problem):
