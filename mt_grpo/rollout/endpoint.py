@@ -444,6 +444,7 @@ class EndpointPolicy(ConversationPolicy):
             turn.tool_calls.append(ToolCall(function["name"], function["arguments"], id=call["id"]))
         if self._completion.calls and not turn.tool_calls:
             turn.error = "a tool call needs a name and a JSON object of arguments."
+            turn.mask = [0] * turn.num_tokens  # an export would teach an end without the call
         elif not turn.tool_calls:
             turn.answer = turn.text.strip()
 

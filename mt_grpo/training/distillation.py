@@ -30,6 +30,7 @@ from mt_grpo.media import part_text
 from mt_grpo.rewards import RewardError, RewardFunc, TeacherAgreement, TeacherLogRatio
 from mt_grpo.rewards.builtin import first_answer
 from mt_grpo.rollout.token_row import AnswerLeaves
+from mt_grpo.runlog.files import whole
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.columns import Rows
 from mt_grpo.training.config import MTGRPOConfig
@@ -305,7 +306,7 @@ class Distillation:
             "feedback": ("What will be said of this attempt:", _feedback(trajectory)),
         }
         parts = [f"{begin}\n{words}" for begin, words in (shown[name] for name in self._sees) if words]
-        return "\n\n".join(parts) or None
+        return whole("\n\n".join(parts)) or None
 
     def _warn_of_missing(self, batch: RolloutBatch, given: list[AnswerLeaves]) -> None:
         counts = []
@@ -377,12 +378,12 @@ class Distillation:
         else:
             streams, size = batch.rewards.outcome_streams, batch.rewards.group_size
             assert streams is not None  # see `_load_gate`
-            left, whole = _explained(ratios, streams[0].double(), size)
-            opened = (left[1:] < whole[1:]).repeat_interleave(size, dim=0)
-            for turn in whole[0].nonzero().flatten().tolist():
-                metrics[f"turn_{turn + 1}/explained"].append(1 - (left[0, turn] / whole[0, turn]).item())
-            if whole[0].any():
-                metrics["teacher/explained"].append(1 - (left[0].sum() / whole[0].sum()).item())
+            left, all_of_it = _explained(ratios, streams[0].double(), size)
+            opened = (left[1:] < all_of_it[1:]).repeat_interleave(size, dim=0)
+            for turn in all_of_it[0].nonzero().flatten().tolist():
+                metrics[f"turn_{turn + 1}/explained"].append(1 - (left[0, turn] / all_of_it[0, turn]).item())
+            if all_of_it[0].any():
+                metrics["teacher/explained"].append(1 - (left[0].sum() / all_of_it[0].sum()).item())
         read = ~ratios.isnan()
         if read.any():
             metrics["teacher/gated"].append((read & ~opened).sum().item() / read.sum().item())

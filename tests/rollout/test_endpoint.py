@@ -64,6 +64,7 @@ def test_native_calls_are_read_and_answered(endpoint, converse):
     server = endpoint(complete)
     (told,), _ = converse(server, protocol="native")
     assert told.turns[0].error == "a tool call needs a name and a JSON object of arguments."
+    assert [turn.mask for turn in told.turns] == [[0], None, None]
     assert [call.result for turn in told.turns for call in turn.tool_calls] == ["2"]
     assert told.answer == "It is 2."
     last = server.asked("/v1/chat/completions")[-1]

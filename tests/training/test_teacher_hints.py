@@ -154,10 +154,10 @@ def test_it_reads_with_what_the_environment_said(teach):
     told = "\n\nWhat will be said of this attempt:\n"
     assert hints == [f"{told}It is.", f"{told}Look again.", "", f"{told}It is."] and check_log_probs(trainer) == 4
     for trajectory in trainer.batch.trajectories:
-        trajectory.info = {"verifier_log": "1 test failed"}
+        trajectory.info = {"verifier_log": "1 test \ud800 failed"}
     trainer.batch.taught = False
     trainer.distillation.read(trainer.batch)
-    assert trainer.batch.trajectories[2].teacher_hint.endswith(f"{told}1 test failed")
+    assert trainer.batch.trajectories[2].teacher_hint.endswith(f"{told}1 test ? failed")
 
 
 @pytest.mark.parametrize(("sees", "causal"), [(["answer"], True), (["answer", "feedback"], False)], ids=str)
