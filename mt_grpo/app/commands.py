@@ -32,13 +32,14 @@ from mt_grpo.options.table import GROUPS, OPTIONS, Option
 _ACCELERATE = "accelerate/"
 _EDITORS = "# yaml-language-server: $schema="
 
-_WITH_CODE = "sql"  # folder of a recipe that needs the code beside it: they are copied together
+_FOLDERS = ("cluster", "sql")  # whose files belong together, and are copied as one folder
 USAGE = {
     "recipes": """usage: mt-grpo recipes ls
        mt-grpo recipes cp NAME [DEST]
 
   ls    lists the recipes, and the accelerate configurations, with a line about each
-  cp    copies one to DEST, a folder (this one where none is given) or a file; overwrites nothing. `sql` is a folder
+  cp    copies one to DEST, a folder (this one where none is given) or a file; overwrites nothing. `sql`
+        and `cluster`, which starts a run on several nodes, are folders
 """,
     "env": """usage: mt-grpo env [--clean [--all]]
 
@@ -99,8 +100,8 @@ def recipes(arguments: list[str]) -> int:
             width = max(map(len, texts))
             for name, text in texts.items():
                 print(f"{name:{width}}  {text}")
-        case ["cp", name, *destination] if len(destination) < 2 and name.strip("/") == _WITH_CODE:
-            print("\n".join(map(str, _copy_folder(Path(*destination)))))
+        case ["cp", name, *destination] if len(destination) < 2 and name.strip("/") in _FOLDERS:
+            print("\n".join(map(str, _copy_folder(name.strip("/"), Path(*destination)))))
         case ["cp", name, *destination] if len(destination) < 2:
             print(_copy(name, Path(*destination)))
         case _:
@@ -241,16 +242,16 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "devices", "CPU only" if device is None else device.type
 
 
-def _copy_folder(destination: Path) -> list[Path]:
-    """Copies the folder of a recipe and its code; returns the files."""
-    folder = destination / _WITH_CODE if destination.is_dir() else destination
+def _copy_folder(name: str, destination: Path) -> list[Path]:
+    """Copies a folder of the recipes, with what is beside them; returns the files."""
+    folder = destination / name if destination.is_dir() else destination
     try:
         folder.mkdir()
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror}; give another place to copy to.") from error
-    copies = [_copy(name, folder) for name in shipped() if name.startswith(f"{_WITH_CODE}/")]
-    for entry in (files("mt_grpo") / "recipes" / _WITH_CODE).iterdir():
-        if entry.name.endswith(".py"):
+    copies = [_copy(recipe, folder) for recipe in shipped() if recipe.startswith(f"{name}/")]
+    for entry in (files("mt_grpo") / "recipes" / name).iterdir():
+        if entry.is_file() and folder / entry.name not in copies:
             copies.append(folder / entry.name)
             copies[-1].write_bytes(entry.read_bytes())
     return copies

@@ -113,7 +113,9 @@ def _call_on_all(func: OutcomeReward, trajectories: list[Trajectory], extra: dic
         func.score_nothing()
         return []
     rows = [trajectory.row for trajectory in trajectories]
-    scope = f"a batch of {len(trajectories)} that begins with "
+    form = "texts" if trajectories[0].texts is not None else "lists of messages"  # as prompts are
+    given = f", whose completions are {form}," if type(func) is FunctionReward else ""
+    scope = f"a batch of {len(trajectories)}{given} that begins with "
 
     def numbers(values: list[object]) -> list[float | None]:
         return [_number(func, value, one) for value, one in zip(values, trajectories, strict=True)]

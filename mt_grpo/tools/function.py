@@ -243,6 +243,8 @@ def _refuse_undescribed(name: str, function: Callable[..., object]) -> Callable[
             "has no docstring: begin it with one that says what the tool does, with an `Args:` section that describes "
             "each argument"
         )
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        fault = "is a generator, which the model would be shown in place of what it yields: return one result"
     elif nameless := [str(parameter) for parameter in parameters if parameter.kind not in by_name]:
         fault = (
             f"has the argument{_plural(nameless)} {_listing(nameless)}, which cannot be given by name: write out each "

@@ -117,9 +117,10 @@ def _as_tool(source: object, label: str) -> Tool:
         return Tool.from_function(source)
     methods = [name for name, _ in inspect.getmembers(type(source), inspect.isroutine) if not name.startswith("_")]
     if len(methods) != 1:
+        wraps = callable(getattr(source, "func", None))  # as a tool of LangChain's does
         raise ToolDefinitionError(
-            f"{label} is no tool: it is not callable and has {len(methods)} public methods instead of one; name a "
-            "function or a bound method."
+            f"{label} is no tool: it is not callable and has {len(methods)} public methods instead of one; name "
+            f"{'the function that it wraps, its `func`' if wraps else 'a function or a bound method'}."
         )
     return Tool.from_function(getattr(source, methods[0]))
 

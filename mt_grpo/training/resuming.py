@@ -260,6 +260,8 @@ class ResumableTrainer(GRPOTrainer):
             return f"evaluation: {said}"
         if trained := len(self.step_log.latest.outputs):
             said += f", {trained} of {self.args.gradient_accumulation_steps} micro-batches done"
+        if not self.state.max_steps:  # the loop, which counts them, has not begun
+            return "before the first step"
         step = min(self.state.global_step + 1, self.state.max_steps)  # the last one's checkpoint is written after it
         return f"step {step}/{self.state.max_steps}: {said}"
 

@@ -112,6 +112,7 @@ def kubernetes(shell):
 
     def words(workload: dict, **variables: str) -> list[str]:
         (container,) = workload["spec"]["template"]["spec"]["containers"]
+        assert container["workingDir"] == "/recipe"  # where code and data are that the recipe names
         _, *rest = container["command"] + container["args"]
         for name, value in {"/recipe/recipe.yaml": RECIPE, **variables}.items():
             rest = [word.replace(name, value) for word in rest]

@@ -144,13 +144,15 @@ def test_a_recipe_is_copied_here(name, tmp_path, monkeypatch, prints):
     assert yaml.safe_load(text) == yaml.safe_load(original)
 
 
-def test_a_recipe_with_code_is_copied_with_it(tmp_path, prints, refused):
-    printed = prints("recipes", "cp", "sql", tmp_path).splitlines()
-    assert {Path(line).relative_to(tmp_path / "sql").name for line in printed} == {
-        path.name for path in (ROOT / "sql").iterdir() if path.suffix in (".py", ".yaml")
-    }
-    assert Path(printed[1]).read_bytes() == (ROOT / "sql" / Path(printed[1]).name).read_bytes()
-    assert "File exists; give another place" in refused("recipes", "cp", "sql", tmp_path)
+@pytest.mark.parametrize("folder", ["sql", "cluster"])
+def test_what_belongs_together_is_copied_as_one_folder(folder, tmp_path, prints, refused):
+    printed = prints("recipes", "cp", folder, tmp_path).splitlines()
+    files = [path.name for path in (ROOT / folder).iterdir() if path.is_file()]
+    assert sorted(Path(line).relative_to(tmp_path / folder).name for line in printed) == sorted(files)
+    for name in files:
+        if not name.endswith("sql.yaml"):  # whose first line names the schema of this package
+            assert (tmp_path / folder / name).read_bytes() == (ROOT / folder / name).read_bytes()
+    assert "File exists; give another place" in refused("recipes", "cp", folder, tmp_path)
 
 
 def test_copying_takes_a_folder_or_a_file_and_overwrites_nothing(tmp_path, prints, refused):

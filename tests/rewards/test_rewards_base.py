@@ -238,7 +238,8 @@ def cancels(completions, **columns):
         (lambda **columns: [1.0, math.inf], r"does not apply \(on trajectory 's-2'"),
         (
             lambda **columns: [1.0],
-            r"1 rewards for 2 completions \(on a batch of 2 that begins with trajectory 's-1', row {.n.: 1}\)",
+            r"1 rewards for 2 completions \(on a batch of 2, whose completions are lists of messages, that begins "
+            r"with trajectory 's-1', row {.n.: 1}\)",
         ),
         *(
             (lambda value=value, **columns: value, "it returned .*: return a list of numbers, one for each of 2 compl")
@@ -249,6 +250,16 @@ def cancels(completions, **columns):
 def test_what_a_reward_does_wrong_is_said_in_one_line(reward, says):
     with pytest.raises(RewardError, match=says):
         outcomes(reward, make_trajectory(session="s-1", n=1), make_trajectory(session="s-2", n=2))
+
+
+def test_a_function_that_takes_texts_for_messages_is_told_what_it_gets():
+    def last(completions, **columns):
+        return [float("Peru" in messages[-1]["content"]) for messages in completions]
+
+    trajectory = make_trajectory(session="s-1")
+    trajectory.texts = ("Where is Lima?", "In Peru.")
+    with pytest.raises(RewardError, match="string indices .* of 1, whose completions are texts, that begins with"):
+        outcomes(last, trajectory)
 
 
 def test_a_reward_that_raises_names_reward_trajectory_and_row():

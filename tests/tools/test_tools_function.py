@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import sys
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -74,6 +75,7 @@ class AsyncRepeater(Repeater):
 
 
 Two = type("Two", (), {"one": lambda self: "", "two": lambda self: ""})
+Wraps = type("Wraps", (Two,), {"func": lambda self: ""})
 
 
 class Needy:
@@ -90,6 +92,24 @@ def function(signature: str, docstring: str | None) -> Any:
     exec(f"def find({signature}): ...", namespace)
     namespace["find"].__doc__ = docstring
     return namespace["find"]
+
+
+def yields(query: str) -> Iterator[str]:
+    """Finds.
+
+    Args:
+        query: What to look for.
+    """
+    yield query
+
+
+async def yields_later(query: str) -> AsyncIterator[str]:
+    """Finds.
+
+    Args:
+        query: What to look for.
+    """
+    yield query
 
 
 # From a function
@@ -139,6 +159,8 @@ ONE = "Find.\n\nArgs:\n    query: What to look for."
         (function("*queries: str, **options: str", ONE), "has the arguments '*queries: 'str'', '**options: 'str''"),
         (function("query: str, /", ONE), "'find' has the argument 'query: 'str''"),
         (partial(search, k=2), "'partial' has the arguments '*args', '**kwargs'"),
+        (yields, "'yields' is a generator, which the model would be shown in place of what it yields: return one res"),
+        (yields_later, "'yields_later' is a generator"),
         (function("query: Counter", ONE), "'find' has a type hint that has no JSON form"),
         (function("query: Missing", ONE), "has no JSON form (name 'Missing' is not defined): write one of"),
         (function("query: str", f"{ONE[:-1]} (choices: km, mi)"), "'find' lists `(choices: ...)` that are not JSON"),
@@ -365,6 +387,7 @@ def test_tools_are_names_paths_callables_objects_or_tools(tmp_path: Any, monkeyp
         ([search, SEARCH], "Two tools are named 'search'"),
         ([Two()], "An object of 'Two' is no tool: it is not callable and has 2 public methods instead of one"),
         (["math.pi"], "'math.pi' is no tool: it is not callable"),
+        ([Wraps()], "has 3 public methods instead of one; name the function that it wraps, its `func`."),
         ([Two], "An object of 'Two' is no tool"),
         ([Needy], "'Needy' does not start without arguments (TypeError: "),
         ([function("query: str", None)], "'find' has no docstring"),

@@ -176,6 +176,7 @@ def test_what_a_log_says_of_progress_names_the_work_under_way(build, monkeypatch
     monkeypatch.setattr(resuming, "clear_checkpoint", clear)
     env = MultiTurnToolEnv([lookup], protocol="learnt_tags", max_steps=3)
     trainer = build(env=env, max_steps=1, save_strategy="steps", save_steps=1, eval_steps=1, **EVALUATES)
+    assert trainer.describe_progress() == "before the first step"
     trainer.train()
     found = [re.match(r"(\D+1/1|evaluation): (waiting for checkpoint-1$|\d of \d)", one).groups() for one in said]
     kinds = list(dict.fromkeys((where, what.partition("of")[1]) for where, what in found))
