@@ -89,6 +89,7 @@ def test_serve_command_becomes_a_server(command, monkeypatch):
     became = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
+    monkeypatch.setattr("mt_grpo.app.serve.check_vllm", lambda: None)
     main([*words(command)[1:], "--model_name_or_path", "embedded"])  # others are not at hand
     ((_, server, _),) = became
     assert "vllm.entrypoints.openai.api_server" in server

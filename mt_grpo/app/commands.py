@@ -28,6 +28,7 @@ from mt_grpo.app.schema import SHIPPED, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options.table import GROUPS, OPTIONS, Option
+from mt_grpo.servers import vllm_environment
 
 _ACCELERATE = "accelerate/"
 _EDITORS = "# yaml-language-server: $schema="
@@ -201,7 +202,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "OS", platform.platform()
     for name in _PACKAGES:
         yield name, version_of(name)
-    yield "vllm in .venv-vllm", version_of(*SERVER, environment=checkout / ".venv-vllm")
+    yield "vllm in .venv-vllm", version_of(*SERVER, environment=vllm_environment())
     driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     yield "NVIDIA driver", _first_line(driver, "nvidia-smi fails")
     yield from _devices()

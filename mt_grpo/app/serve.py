@@ -28,7 +28,7 @@ from mt_grpo.servers.start import Replica, check_keys, run_replicas, share_gpus,
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.servers import command_at, cpu_defaults, interpreter, server_dtype, visible_gpus
+from mt_grpo.training.servers import check_vllm, command_at, cpu_defaults, interpreter, server_dtype, visible_gpus
 from mt_grpo.training.step_log import serving
 from mt_grpo.weights.files import LoraTransport
 
@@ -64,6 +64,7 @@ def serve(recipe: Recipe, request: Request) -> int:
         print(Replica("", command, environment).line, flush=True)
         for line in words:
             print(f"mt-grpo: {line}", file=sys.stderr, flush=True)
+        check_vllm()
         os.execve(command[0], command, {**os.environ, **environment})
         return 1
     found = []
@@ -75,6 +76,7 @@ def serve(recipe: Recipe, request: Request) -> int:
         host, first = addresses[0]
         host = "THIS_MACHINE" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         print(f"The trainer finds them with `--vllm_server_base_url http://{host}:[{first}-{addresses[-1][1]}]`.")
+    check_vllm()
     if metrics_address is None:
         return run_replicas(found)
     with serving(metrics_address, "server", lambda: vitals(found)):

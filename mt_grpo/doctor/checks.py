@@ -17,7 +17,6 @@ import torch
 from datasets import IterableDataset
 from transformers.utils.logging import disable_progress_bar
 
-import mt_grpo
 from mt_grpo.app.build import HIDDEN_TOOLS, env_of_prompt, first_rows, tools_not_in
 from mt_grpo.app.commands import MISSING, SERVER, version_of
 from mt_grpo.app.recipe import build_recipe
@@ -36,6 +35,7 @@ from mt_grpo.options.rules import check_batches, check_groups
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_row import examine_template
+from mt_grpo.servers import vllm_environment
 from mt_grpo.servers.env_servers import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.servers.start import is_free
@@ -46,7 +46,8 @@ from mt_grpo.training.columns import check_reward_columns, with_column_media
 from mt_grpo.training.model import resolve_base
 from mt_grpo.training.preflight import check_folder, check_push, check_trackers
 from mt_grpo.training.reward_batch import with_models
-from mt_grpo.training.servers import server_client
+from mt_grpo.training.servers import INSTALL_VLLM, NO_VLLM, server_client
+from mt_grpo.training.step_log import serving
 from mt_grpo.trajectory import Message, Row, ToolCall, visible
 
 _WIDTH = 16  # of a check's name in the report
@@ -250,6 +251,12 @@ def _lengths(facts: RunFacts) -> Lines:
             ", or raise `vllm_max_model_length`" if raised else ""
         )
         yield WARN, f"{what} conversations then end", mend
+    elif not longest:
+        yield (
+            OK,
+            f"prompts are known once conversations begin; {context - room} tokens of the context are for them",
+            "",
+        )
     else:
         yield OK, f"{what}; with {room} after it, it fits the context of {context}", ""
 
@@ -428,7 +435,7 @@ def _server_environment(facts: RunFacts) -> Lines:
     if not facts.args.use_vllm or facts.local_port is None:
         yield OK, "vLLM is not needed on this machine", ""
         return
-    folder = Path(mt_grpo.__file__).parents[1] / ".venv-vllm"
+    folder = vllm_environment()
     for place, found in (
         (folder.name, version_of(*SERVER, environment=folder)),
         ("this environment", version_of("vllm")),
@@ -436,13 +443,15 @@ def _server_environment(facts: RunFacts) -> Lines:
         if found != MISSING:
             yield OK, f"vLLM {found} is in {place}", ""
             return
-    mend = 'install it: `TORCH="" scripts/install.sh .venv-vllm ".[vllm]"`, or on a CPU `make server-cpu`'
-    yield FAIL, "vLLM is neither in `.venv-vllm` nor in this environment", mend
+    yield FAIL, NO_VLLM, INSTALL_VLLM
 
 
 def _ports(facts: RunFacts) -> Lines:
     """Whether the ports of the run are free, or taken by its own server."""
-    port = facts.local_port
+    port, metrics = facts.local_port, facts.args.metrics_address
+    if metrics is not None:
+        with serving(metrics, "run", dict):
+            yield OK, f"Prometheus can read at {metrics}", ""
     if facts.colocated:
         first, last = facts.args.vllm_server_port, facts.args.vllm_server_port + len(facts.urls) - 1
         taken = [str(each) for each in range(first, last + 1) if not is_free(each)]
@@ -465,7 +474,7 @@ def _ports(facts: RunFacts) -> Lines:
         else:
             mend = "end what holds it, or give accelerate another `main_process_port`"
             yield FAIL, f"port {MEETING_PORT}, where the processes meet, is taken", mend
-    elif not facts.args.use_vllm:
+    elif not facts.args.use_vllm and metrics is None:
         yield OK, "none is needed", ""
 
 

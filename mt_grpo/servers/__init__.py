@@ -1,10 +1,11 @@
-"""Addresses of several servers: lists, and ranges as schedulers of clusters write them."""
+"""Addresses of several servers: lists, and ranges as schedulers of clusters write them; where vLLM is."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from mt_grpo.errors import ConfigError
@@ -100,3 +101,13 @@ def _identity(url: str, option: str) -> tuple[str, str, int, str]:
         port or (443 if scheme == "https" else 80),
         parts.path,
     )
+
+
+_BESIDE = Path(__file__).parents[2]
+"""The folder that the package is in: the clone, if it is not installed."""
+
+
+def vllm_environment() -> Path:
+    """The environment that vLLM is looked for in first: `.venv-vllm` of the clone, or else of the current folder."""
+    of_clone = _BESIDE / ".venv-vllm"
+    return of_clone if of_clone.exists() else Path.cwd() / ".venv-vllm"

@@ -20,14 +20,13 @@ from accelerate.utils import is_peft_model
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer, ModelConfig
 
-import mt_grpo
 from mt_grpo.errors import ConfigError, ServerSetupError, WeightSyncError
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.routes import route_shape
 from mt_grpo.media import IMAGE
 from mt_grpo.options.rules import check_groups
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
-from mt_grpo.servers import expand_addresses, host_url
+from mt_grpo.servers import expand_addresses, host_url, vllm_environment
 from mt_grpo.servers.start import OwnServer, check_keys, is_free
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.config import MTGRPOConfig
@@ -117,7 +116,7 @@ def weight_sync(
 
 def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
     """
-    The command that starts a server, by the checkout's `.venv-vllm` if there is one, and its environment variables.
+    The command that starts a server, by `.venv-vllm` if there is one, and its environment variables.
     The key is `VLLM_API_KEY`, or made up by the server, so that no command line shows it.
     """
     name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
@@ -214,20 +213,24 @@ def _carries_state(config: PreTrainedConfig) -> bool:
     return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
 
 
-def _check_vllm() -> None:
+def check_vllm() -> None:
     """Whether servers can be started."""
     own = interpreter()
     here = own == Path(sys.executable)
-    if not (find_spec("vllm") if here else list(own.parents[1].glob("lib/python*/site-packages/vllm"))):
-        raise ConfigError(
-            "`vllm_mode: colocate` starts a vLLM server, and vLLM is neither in `.venv-vllm` nor in this environment: "
-            'install it (`TORCH="" scripts/install.sh .venv-vllm ".[vllm]"`, or on a CPU `make server-cpu`).'
-        )
+    if not (find_spec("vllm") if here else list(own.parents[1].glob("lib/python*/site-packages/*vllm*"))):
+        raise ConfigError(f"{NO_VLLM}: {INSTALL_VLLM}.")
+
+
+NO_VLLM = "vLLM is neither in `.venv-vllm`, of the clone or of the current folder, nor in this environment"
+INSTALL_VLLM = (
+    "`python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'mt-grpo[vllm]'`; in a clone `TORCH=\"\" "
+    'scripts/install.sh .venv-vllm ".[vllm]"`, or without a GPU `make server-cpu`'
+)
 
 
 def interpreter() -> Path:
     """The Python that servers run with."""
-    own = Path(mt_grpo.__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+    own = vllm_environment() / "bin" / "python"
     return own if own.exists() else Path(sys.executable)
 
 
@@ -262,7 +265,7 @@ def check_own_servers(args: MTGRPOConfig) -> None:
                 "`vllm_mode: colocate` starts servers for the processes of one machine, and these are on several: set "
                 "`vllm_mode: server`, and start the servers with `mt-grpo serve`."
             )
-        _check_vllm()
+        check_vllm()
         check_keys()
         if _leads(args) and not is_free(_own_port(args)):
             raise ConfigError(

@@ -65,7 +65,9 @@ def facts(prints):
 def elsewhere(monkeypatch, tmp_path):
     """The package is in a folder without anything beside it, and so are programs."""
     monkeypatch.setattr(commands.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr("mt_grpo.servers._BESIDE", tmp_path)
     return tmp_path
 
 

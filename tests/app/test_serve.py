@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -50,7 +51,7 @@ def command(*options, transport="auto", on_gpu=False):
     return words, flags, environment
 
 
-def test_the_command_has_what_the_trainer_relies_on(monkeypatch, tmp_path):
+def test_the_command_has_what_the_trainer_relies_on():
     words, flags, environment = command("--vllm_server_port", 8123, "--vllm_max_model_length", 300)
     assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"] and "--enable-prefix-caching" in words
     assert flags["--model"].endswith("embedded/model")
@@ -58,9 +59,7 @@ def test_the_command_has_what_the_trainer_relies_on(monkeypatch, tmp_path):
     assert flags.items() >= {**expected, "--logprobs-mode": "processed_logprobs"}.items()
     assert json.loads(flags["--weight-transfer-config"]) == {"backend": "safetensors"}
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    monkeypatch.setattr(servers.mt_grpo, "__file__", str(tmp_path / "mt_grpo" / "__init__.py"))
-    words, again, _ = command()
-    assert words[0] == sys.executable  # without an environment of the server
+    _, again, _ = command()
     assert flags["--fingerprint-value"] != again["--fingerprint-value"]  # each has its own
 
 
@@ -153,6 +152,7 @@ def serves(monkeypatch):
     def run(*options, config=QUICKSTART[1]):
         became, started = [], []
         monkeypatch.setattr(os, "execve", lambda *arguments: became.append(arguments))
+        monkeypatch.setattr(serve, "check_vllm", lambda: None)
         monkeypatch.setattr(serve, "run_replicas", lambda replicas, **_: started.extend(replicas) or 0)
         return main(["serve", "--config", config, *options]), became, started
 
@@ -166,6 +166,25 @@ def test_serve_prints_the_command_and_becomes_it_without_the_key(serves, monkeyp
     printed = capsys.readouterr().out
     assert "VLLM_SERVER_DEV_MODE=1" in printed and "vllm.entrypoints.openai.api_server --model" in printed
     assert "secret" not in " ".join(words) + str(command()[2]) + printed
+
+
+@pytest.mark.parametrize("replicas", [[], ["--replicas", "2"]], ids=["one", "two"])
+def test_serve_uses_the_vllm_of_the_folder_or_says_how_to_get_it(replicas, monkeypatch, tmp_path, capsys):
+    """Where the package is installed, and beside it is no clone."""
+    (tmp_path / "recipes").symlink_to(Path("recipes").absolute())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mt_grpo.servers._BESIDE", tmp_path / "site-packages")
+    monkeypatch.setattr(servers, "find_spec", lambda name: None)
+    assert command()[0][0] == sys.executable
+    assert main(["serve", "--config", QUICKSTART[1], *replicas]) == 1
+    said = capsys.readouterr().err
+    assert "vLLM is neither in `.venv-vllm`" in said and ".venv-vllm/bin/pip install 'mt-grpo[vllm]'" in said
+    (tmp_path / ".venv-vllm" / "lib" / "python3.11" / "site-packages" / "vllm").mkdir(parents=True)
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    python.parent.mkdir()
+    python.touch()
+    servers.check_vllm()
+    assert command()[0][0] == str(python)
 
 
 def test_a_server_that_cannot_hide_its_key_does_not_start(serves, monkeypatch, tmp_path, capsys):

@@ -64,6 +64,10 @@ def reads_colour(completions, colour, **columns):
     return [1.0 for _ in colour]
 
 
+async def solves(row, client):
+    return 1.0
+
+
 def of_server(name: str, **annotations: bool) -> McpTool:
     async def call(**arguments):
         return "called"
@@ -144,6 +148,13 @@ TABLE = [
     ("prompt", "", ENV, "warn", LACKS),
     ("lengths", "", {"max_completion_length": 512}, "warn", "more than the context of 512"),
     ("lengths", "", {"system_prompt": "word " * 600}, "fail", "the context 512"),
+    (
+        "lengths",
+        "",
+        {"agent": "test_checks.solves", "tools": None, "call_protocol": None},
+        "ok",
+        "prompts are known once",
+    ),
     ("tools", "", {"tools": ["test_checks.shows"]}, "ok", "\"'What is 0 of Peru' 1 a\""),
     ("tools", "", {"tools": ["test_checks.slow"], "tool_timeout": 0.1}, "fail", "did not answer in 0.1 s"),
     ("tools", "", {"tools": ["test_checks.tells"]}, "warn", "answered with what reads as an error"),
@@ -257,6 +268,8 @@ def test_ports_are_free_or_taken(check, server, monkeypatch):
         assert status == "fail" and f"port {port} is taken by another program" in words
         monkeypatch.setattr(checks, "MEETING_PORT", port)
         assert check("ports", "--num_processes", "2")[0] == "fail"
+        status, words = check("ports", metrics_address=port)
+        assert status == "fail" and f"`metrics_address: {port}` cannot be listened at" in words
     finally:
         other.stop()
 

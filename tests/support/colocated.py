@@ -47,7 +47,7 @@ def script_servers(tokenizer, folder: str, replace: Callable[..., None] = setatt
         return IDLE, {}
 
     replace(starting, "command_at", command_at)
-    replace(starting, "_check_vllm", lambda: None)
+    replace(starting, "check_vllm", lambda: None)
     return servers
 
 

@@ -54,7 +54,7 @@ NO_VLLM = {"interpreter": lambda: Path("/no/bin/python")}
         (lambda args: check_batches(vars(args) | PARALLEL, 3), {}, "size: 2` does not divide the 3 processes"),
         (lambda args: check_served(vars(args)), {}, "starts its servers itself"),
         pytest.param(check_own_servers, {}, "Port .* is taken.*another `vllm_server_port`", marks=needs_server),
-        (check_own_servers, NO_VLLM, "vLLM is neither in `.venv-vllm` nor in this environment"),
+        (check_own_servers, NO_VLLM, "vLLM is neither in `.venv-vllm`, of the clone"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_work(tmp_path, monkeypatch, check, replaced, problem):
