@@ -190,8 +190,12 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(_table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
     console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
-    for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
+    latest = latest_checkpoint(str(folder))
+    earlier = {path for path in folder.glob("checkpoint-*") if latest is not None and path != latest}
+    for path in sorted(path for path in folder.iterdir() if path.name != LOCK and path not in earlier):
         words = [text for pattern, text in _CONTENTS.items() if fnmatch(path.name, pattern)]
+        if earlier and path == latest:
+            words = [f"the latest of {len(earlier) + 1} to resume from"]
         console.print(f"  {path}  ({words[0]})" if words else f"  {path}", highlight=False, markup=False)
     counts = Counts().add_table(run.rows, np.arange(len(run.rows)))
     if counts.failed and not counts.held:  # the trainer ends a run of two batches or more sooner

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -382,8 +383,19 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
             raise DatasetError(f"The split {split!r} of the dataset {source!r} is empty.") from error
         if isinstance(error.__cause__ or error, UnicodeDecodeError):
             reason += ": save the file in UTF-8"
+        if isinstance(error.__cause__ or error, OSError) and not _can_cache():
+            reason += ": set `HF_HOME` to a folder that can be written"
         known = "" if path.exists() else did_you_mean(source, ["embedded", *SCHEMAS])
         raise DatasetError(f"The split {split!r} of the dataset {source!r} does not load{known}: {reason}.") from error
+
+
+def _can_cache() -> bool:
+    """Whether the folder can be made, or written, in which `datasets` keeps what it has read."""
+    try:
+        Path(datasets.config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(datasets.config.HF_DATASETS_CACHE, os.W_OK)
 
 
 def _sliced_stream(rows: datasets.IterableDataset, split: str) -> datasets.IterableDataset:

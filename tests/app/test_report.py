@@ -37,6 +37,10 @@ def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
     plugin.touch()  # is not in the current folder, so that commands have `--trust`
     printed = prints("train", *recipe(**SAVE, overwrite_output_dir=True, external_plugins=[str(plugin)]))
     assert f"{folder}/rollouts  (every conversation)" in printed
+    assert (
+        f"{folder}/checkpoint-2  (the latest of 2 to resume from)" in printed
+        and f"{folder}/checkpoint-1 " not in printed
+    )
     view, rollout, chat, resume = commands(printed)
     assert view == ["view", str(folder)]
     assert rollout == f"rollout --config {folder}/config.yaml --trust --model_name_or_path {folder}".split()

@@ -392,6 +392,14 @@ def test_what_the_hub_does_not_have_is_refused_with_its_reason(monkeypatch: pyte
     )
 
 
+def test_a_home_that_cannot_be_written_is_named_with_its_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without a home."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("prompt\nWhere is Lima?\n")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(rows / "datasets"))  # which cannot be made
+    assert refusal(str(rows), "train").endswith(": set `HF_HOME` to a folder that can be written.")
+
+
 def test_a_hub_that_is_out_of_reach_is_named(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=rf"'some/thing' is neither .* {NOBODY} cannot be reached .*: name a folder"):
         resolve_model("some/thing")

@@ -31,6 +31,13 @@ UNDER_WAY = {
 }
 AT = {"step": 3, "of": 40, "waits_for": "sampling", "under_way": [UNDER_WAY]}
 
+LINES = """cell => {
+        const range = document.createRange()
+        range.selectNodeContents(cell)
+        return range.getClientRects().length
+    }"""
+"""How many lines the text of a cell takes."""
+
 BOXES = """() => {
   const wrong = new Set()
   const style = e => getComputedStyle(e)
@@ -365,14 +372,16 @@ def test_a_run_is_followed_while_it_goes_on(browser, run_folder, tmp_path):
 
 def test_a_run_under_way_is_shown_and_then_its_end(browser, run_folder, tmp_path):
     folder = shutil.copytree(run_folder, tmp_path / "run")
-    with opened(browser, queries_of(folder), viewport={"width": 1280, "height": 860}) as page:
-        with Heartbeat(folder, lambda: AT).beating():
+    sampling = {**UNDER_WAY, "waits_for": "sampling", "prompt": UNDER_WAY["prompt"] + " and then" * 20}
+    with opened(browser, queries_of(folder), viewport={"width": 1024, "height": 860}) as page:
+        with Heartbeat(folder, lambda: {**AT, "under_way": [sampling]}).beating():
             go(page, "run")
             page.wait_for_selector(".flow .sampling")
             text = page.inner_text("main")
             for words in ("What <b>now</b>?", "running, waiting for sampling", "3 of 40"):
                 assert words in text
             page.wait_for_selector("#state:has-text('running')")
+            assert page.locator(".asked td").last.evaluate(LINES) == 1  # no word is broken
             assert count(page, "a.flow") == 16
             page.click("text=◀ step before")
             page.wait_for_function("() => location.hash.includes('step=10')")
