@@ -397,19 +397,20 @@ def _of_questions(folders: list[str]) -> tuple[dict[str, Paired], int]:
 
 def _of_steps(folders: list[str]) -> tuple[dict[str, Paired], list[int]]:
     """The metrics of the last third of the steps that all runs logged, twenty at least."""
-    sides = [{row["step"]: row for row in Run.metrics_of(Path(folder)) if "loss" in row} for folder in folders]
+    sides = [{row["step"]: _numbers(row) for row in Run.metrics_of(Path(each)) if "loss" in row} for each in folders]
     steps = sorted(set(sides[0]).intersection(*sides[1:]))
     steps = steps[-max(20, len(steps) // 3) :]
-    every = (
-        item for side in sides for row in side.values() for item in row.items() if item[0] not in ("step", "epoch")
-    )
-    names = dict.fromkeys(
-        name for name, value in every if isinstance(value, int | float) and not isinstance(value, bool)
-    )
+    names = dict.fromkeys(name for side in sides for row in side.values() for name in row)
     values = {
         name: [np.array([side[step].get(name, np.nan) for step in steps], float) for side in sides] for name in names
     }
     return (_paired(values, over_steps) if steps else {}), steps
+
+
+def _numbers(row: Row) -> Row:
+    """What is measured in a line of metrics."""
+    kinds = {name: type(value) for name, value in row.items() if name not in ("step", "epoch")}
+    return {name: row[name] for name, kind in kinds.items() if kind in (int, float)}
 
 
 def _as_json(found: Mapping[str, Paired]) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -68,6 +69,16 @@ def test_options_questions_and_steps_are_compared(folder, printed):
     assert reward["differences"][0]["mean"] == pytest.approx(float((rewards[1] - rewards[0]).mean()))
     text = printed("compare", folder / "one", folder / "two", folder / "deep" / "failed")
     assert "advantage_estimator" in text and "No question was asked of all" in text and "other seeds" not in text
+
+
+def test_metrics_that_are_no_numbers_are_not_compared(folder, printed, tmp_path):
+    run = shutil.copytree(folder / "two", tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    step = max(row["step"] for row in map(json.loads, lines) if "loss" in row)
+    odd = json.dumps({"step": step, "loss": "low", "reward": [1], "entropy": None, "new": True})
+    (run / "metrics.jsonl").write_text("\n".join([*lines, odd]) + "\n")
+    found = json.loads(printed("compare", folder / "one", run, "--json"))["training"]["metrics"]
+    assert {"loss", "reward"} <= found.keys() and "new" not in found
 
 
 @pytest.mark.parametrize(
