@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -382,28 +382,6 @@ def compare(
         name: per_group(_REFERENCE, rewards, "none", None)
         for name, rewards in {ALL: batch, **(alone if len(alone) > 1 else {})}.items()
     }
-    kept = _kept_outcomes(batch, {label: rules[label] for label in estimates}, turn_coef)
+    shares = {label: outcome_at_first_turn(rules[label], batch, turn_coef=turn_coef) for label in estimates}
+    kept = {label: share for label, share in shares.items() if share is not None}
     return judge_rules(estimates, truths, groups_per_step, kept), left_out
-
-
-def _kept_outcomes(batch: RewardBatch, rules: Mapping[str, Rule], turn_coef: float | None = None) -> dict[str, float]:
-    """
-    By rule, how much of an outcome's advantage reaches the first turn, in what reaches the turn that gets most of it.
-    The outcome is made up, 1 for every second member of a group: that of a first policy is often the same for all.
-    Empty where a run has no outcome reward, and for conversations that are too short to ask.
-    """
-    if batch.outcome_streams is not None and not len(batch.outcome_streams):
-        return {}
-    members = torch.arange(len(batch.outcome_rewards), device=batch.outcome_rewards.device) % batch.group_size
-    turns, outcomes = torch.zeros_like(batch.turn_rewards), (members % 2).to(batch.outcome_rewards.dtype)
-    alone = replace(
-        batch,
-        turn_rewards=turns.masked_fill(batch.turn_rewards.isnan(), torch.nan),
-        outcome_rewards=outcomes.masked_fill(batch.outcome_rewards.isnan(), torch.nan),
-        turn_streams=turns[None],
-        outcome_streams=outcomes[None],
-        stream_weights=torch.ones(2, dtype=torch.double),
-        names=(),
-    )
-    kept = {label: outcome_at_first_turn(rule, alone, turn_coef=turn_coef) for label, rule in rules.items()}
-    return {label: share for label, share in kept.items() if share is not None}

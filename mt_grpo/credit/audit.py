@@ -25,8 +25,8 @@ _MOST_TURNS = 16
 """Turns of the longest trajectory whose rewards are examined; of more, as many that are spread evenly."""
 _FEWEST_TURNS = 4
 """Turns of a conversation in which it is asked what of the outcome reaches the first one."""
-_SURE = 3.0
-"""A slope is shown if it is so many of its standard errors: of ten points, one in a hundred by chance."""
+_SURE = 4.0
+"""A slope is shown if it is so many of its standard errors: of ten points, one in five hundred by chance."""
 
 
 @dataclass(frozen=True)
@@ -238,25 +238,30 @@ def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
 
 def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None) -> float | None:
     """
-    The share of the outcome's advantage that reaches the first turn, in that of the turn that gets most: the mean over
-    conversations of `_FEWEST_TURNS` turns or more. With a discount γ and K turns it is about γ^(K − 1).
+    The share of an outcome's advantage that reaches the first turn, in that of the turn that gets most: the mean over
+    conversations of `_FEWEST_TURNS` turns or more. With a discount γ and K turns it is about γ^(K − 1). The outcome is
+    made up, 1 for every second member of a group: those of a first policy are often all the same, and where nearly all
+    are, even an unbiased rule gives a turn more that few members reach. `None` where there is no outcome reward.
     """
+    streams = batch.outcome_streams
+    if streams is not None and not len(streams):
+        return None
     _, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards="group")
-    scale: Scale = (
-        "none" if "scale_rewards" in options else "group"
-    )  # without one, what an outcome adds is told by itself
+    # without a scale, what an outcome adds is told by itself
+    scale: Scale = "none" if "scale_rewards" in options else "group"
 
-    def advantages(rewards: RewardBatch) -> Tensor:
-        with torch.random.fork_rng(devices=[rewards.turn_mask.device] if rewards.turn_mask.is_cuda else []):
+    def advantages(outcomes: Tensor) -> Tensor:
+        rewards = replace(batch, outcome_rewards=outcomes)
+        if streams is not None and batch.turn_streams is not None:
+            ones = torch.ones(len(batch.turn_streams) + len(streams), dtype=torch.double, device=outcomes.device)
+            rewards = replace(rewards, outcome_streams=outcomes.expand_as(streams), stream_weights=ones)
+        with torch.random.fork_rng(devices=[outcomes.device] if outcomes.is_cuda else []):
             return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale).double()
 
-    streams = batch.outcome_streams
-    without = replace(
-        batch,
-        outcome_rewards=0 * batch.outcome_rewards,
-        outcome_streams=None if streams is None else 0 * streams,
-    )
-    reached = (advantages(batch) - advantages(without)).abs()[batch.turn_mask.sum(dim=1) >= _FEWEST_TURNS]
+    members = torch.arange(len(batch.turn_mask), device=batch.turn_mask.device) % batch.group_size
+    outcomes = (members % 2).to(batch.outcome_rewards.dtype)
+    changed = (advantages(outcomes) - advantages(0 * outcomes)).abs()
+    reached = changed[batch.turn_mask.sum(dim=1) >= _FEWEST_TURNS]
     most = reached.amax(dim=1).sum().item() if len(reached) else 0.0
     return reached[:, 0].sum().item() / most if most > 0 else None
 
@@ -264,12 +269,18 @@ def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | 
 def scale_ratio(
     rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
 ) -> float | None:
-    """What the rule divides outcomes by / what it divides turn rewards by, the median over turns."""
+    """
+    What the rule divides outcomes by / what it divides turn rewards by, the median over turns. `None` if they are not
+    divided apart from each other, or no turn has both deviations.
+    """
     scales = estimate_parts(rule, batch, turn_coef=turn_coef, scale_rewards=scale_rewards).scales
     outcome, turn = (
         [scale for name, scale in scales.items() if name.startswith(kind) and not name.endswith("baseline")]
         for kind in ("outcome", "turn reward")
     )
+    # of a rule with a scale for each turn
+    function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
+    turn = turn or [term.scale for term in _terms(function, options, batch) if not term.scale_told]
     if not outcome or not turn:
         return None
     of_outcome, of_turns = torch.stack(outcome).amax(dim=0), torch.stack(turn).amax(dim=0)
@@ -279,9 +290,8 @@ def scale_ratio(
 
 
 def pull_apart(outcomes: Sequence[float], turns: Sequence[float]) -> bool:
-    """Whether of two means over steps, in their order, one is shown to rise while the other falls."""
-    slopes = [_slope(outcomes), _slope(turns)]
-    return min(slopes) < -_SURE and max(slopes) > _SURE
+    """Whether of two means over steps, in their order, that of outcomes is shown to fall while the other rises."""
+    return _slope(outcomes) < -_SURE and _slope(turns) > _SURE
 
 
 def _slope(values: Sequence[float]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from support.runs import write_run
 
 from mt_grpo.advisor import _choose
 from mt_grpo.advisor.compare import ALL, judge_rules
-from mt_grpo.advisor.measure import Found, _kept_outcomes, _rules_of, _with_batch_scale, compare, compute
+from mt_grpo.advisor.measure import Found, _rules_of, _with_batch_scale, compare, compute
 from mt_grpo.advisor.report import _advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
@@ -331,15 +330,6 @@ def test_the_scale_of_the_batch_is_compared_too():
     for rule, twice in (("mt_grpo", True), (DEFAULT_RULE, False)):  # which has that scale by itself
         own, rules = _rules_of(rule)
         assert (f"{own}, batch" in _with_batch_scale(rules, own, "group")[1]) == twice
-
-
-def test_an_outcome_that_is_made_up_tells_what_a_rule_keeps():
-    batch = rewarded(0.0, turns=(6, 6))
-    kept = _kept_outcomes(batch, {"short": {"name": "gtpo", "gamma": 0.5}, "all": "lambda_to_go"})
-    assert kept["short"] == pytest.approx(0.5**5) and kept["all"] == pytest.approx(1.0)
-    assert _kept_outcomes(rewarded(0.0, turns=(2, 2)), {"all": "lambda_to_go"}) == {}
-    without = replace(batch, turn_streams=batch.turn_rewards[None], outcome_streams=torch.zeros(0, 2))
-    assert _kept_outcomes(without, {"all": "lambda_to_go"}) == {}
 
 
 def test_a_clear_reward_is_not_drowned_in_a_noisy_outcome():

@@ -17,8 +17,9 @@ from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.step_log import Update, metrics
-from mt_grpo.training.step_log.metrics import CUT, STILL, _says_proportions, _why_still, says_uncredited
+from mt_grpo.training.step_log.metrics import CUT, STILL, _why_still, says_uncredited
 
+DEFAULT = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
 ONE = {"name": "reward_to_go", "scales": "one"}
 
 
@@ -136,7 +137,7 @@ def test_bias_and_missing_credit_of_mt_grpo_are_said_once(build, caplog):
     assert "1 of 4 trajectories have no tool result, and weigh turn rewards by 1 instead of `turn_coef` 0.5" in biased
     assert uncredited == (
         "`mt_grpo` leaves 25% of the turn rewards of this batch without credit at the turn that earned them: take "
-        "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards depend on later turns)."
+        f"{DEFAULT} (`leave_one_out` if turn rewards depend on later turns)."
     )
     assert logged(trainer, "credit/uncredited_at_turn", "credit/uncredited_up_to_turn")[0] == [0.25, 0.0]
 
@@ -144,7 +145,7 @@ def test_bias_and_missing_credit_of_mt_grpo_are_said_once(build, caplog):
 @pytest.mark.parametrize(
     ("options", "take"),
     [
-        ({"advantage_estimator": "grpo_or"}, "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards "),
+        ({"advantage_estimator": "grpo_or"}, f"{DEFAULT} (`leave_one_out` if turn rewards depend on later turns)."),
         ({"advantage_estimator": ONE, "turn_advantage_coef": 0.0}, "a `turn_advantage_coef` other than 0."),
         ({"advantage_estimator": {**ONE, "turn_coef": 0.0}}, "a `turn_coef` other than 0."),
         (
@@ -168,12 +169,13 @@ def long_conversations(turns: int, shaping: float) -> RewardBatch:
 
 
 @pytest.mark.parametrize(
-    ("rule", "turns", "shaping", "said"),
+    ("rule", "turns", "shaping", "said_of_it"),
     [
         ({"name": "gtpo", "gamma": 0.5}, 12, 0.1, ["gives the first turn 0.05% of what it gives the turn that gets"]),
         ({"name": "gtpo", "gamma": 0.5}, 3, 0.1, []),
         ({"name": "gtpo", "gamma": 0.9}, 12, 0.1, []),
         ("lambda_to_go", 12, 0.02, ["count 11.8 times as much beside the outcome as their weights say. To keep"]),
+        ("mt_grpo_discounted", 12, 0.02, ["times as much beside the outcome as their weights say. To keep"]),
         ("lambda_to_go", 12, 5.0, ["count 0.05 times as much beside the outcome as their weights say. To keep"]),
         ({"name": "lambda_to_go", "lam": 0.8, "scales": "one"}, 12, 0.02, []),
         ({"name": "lambda_to_go", "lam": 0.8, "scales": "batch"}, 64, 0.02, []),
@@ -183,20 +185,47 @@ def long_conversations(turns: int, shaping: float) -> RewardBatch:
         ({"name": "turn_gae", "lam": 0.985}, 64, 0.1, []),
     ],
 )
-def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said, tmp_path):
-    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator=rule)
-    found = _says_proportions(long_conversations(turns, shaping), rule, args)
-    assert len(found) == len(said) and all(part in sentence for part, sentence in zip(said, found, strict=True))
+def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said_of_it, caplog, tmp_path):
+    """It is, too, if no outcome differs at first; and each thing once."""
+    watch, batch = watching(rule, tmp_path), long_conversations(turns, shaping)
+    for outcomes in (torch.zeros(16), batch.outcome_rewards, batch.outcome_rewards):
+        watch._find_proportions(replace(batch, outcome_rewards=outcomes), batch.turn_rewards)
+    found = said(caplog)
+    assert len(found) == len(said_of_it)
+    assert all(part in sentence for part, sentence in zip(said_of_it, found, strict=True))
 
 
-def test_outcomes_that_fall_while_calls_are_paid_are_said_once(caplog, tmp_path):
-    args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, advantage_estimator="lambda_to_go")
-    watch, paid = metrics.Warnings([Calls(), Letters()], args, [], []), long_conversations(4, 0.1)
-    for step in range(2 * metrics.APART):
-        turns, outcomes = paid.turn_rewards + 0.02 * step, paid.outcome_rewards - 0.03 * step
+def watching(rule, folder):
+    args = MTGRPOConfig(str(folder), use_cpu=True, bf16=False, advantage_estimator=rule)
+    return metrics.Warnings([Calls(), Letters()], args, [], [])
+
+
+@pytest.mark.parametrize(
+    ("rule", "take"),
+    [
+        ("lambda_to_go", f"take {DEFAULT}"),
+        (None, "weigh turn rewards less (`reward_weights`)"),
+    ],
+)
+def test_outcomes_that_fall_while_calls_are_paid_are_said_once(rule, take, caplog, tmp_path):
+    """Weights cancel in a deviation of turn rewards alone."""
+    watch, paid = watching(rule, tmp_path), long_conversations(4, 0.1)
+    watch._find_proportions(paid, paid.turn_rewards)
+    caplog.clear()
+    for step in range(8 * metrics.APART):  # outcomes rise at first
+        turns, outcomes = paid.turn_rewards + 0.02 * step, paid.outcome_rewards - 0.03 * abs(step - 15)
         watch._find_apart(replace(paid, turn_rewards=turns, outcome_rewards=outcomes))
     (message,) = said(caplog)
-    assert message.startswith("Over 10 steps the mean outcome went from 0.500 to 0.230, and the mean sum of turn rew")
+    assert message.startswith("Over 40 steps the mean outcome went from 0.050 to -0.220, and the mean sum of turn rew")
+    assert f"If the outcome is what you want, {take}, or pay" in message
+
+
+def test_outcomes_that_rise_while_less_is_paid_are_no_fault(caplog, tmp_path):
+    watch, paid = watching(None, tmp_path), long_conversations(4, 0.1)
+    for step in range(4 * metrics.APART):
+        turns, outcomes = paid.turn_rewards - 0.02 * step, paid.outcome_rewards + 0.03 * step
+        watch._find_apart(replace(paid, turn_rewards=turns, outcome_rewards=outcomes))
+    assert not said(caplog)
 
 
 # A gradient that stays zero

@@ -293,7 +293,7 @@ CUT = 8  # trajectories of a run that are scored again with their later turns cu
 
 STILL = 10  # steps in a row without a gradient that are warned of: fewer may be chance
 
-APART = 10  # steps over which outcomes and turn rewards are watched for going apart
+APART = 10  # steps after which it is first asked whether outcomes and turn rewards go apart; then after twice as many
 
 _LOST, _OUT_OF_PROPORTION = 0.3, 3.0
 """Share of the outcome's advantage that the first turn has at least, and the ratio of scales that is warned of."""
@@ -330,8 +330,10 @@ class Warnings:
         self._batches = self._flat = 0
         self._flat_counts = Counts()  # of batches that taught nothing
         self._said: set[str] = set()
-        self._means: deque[tuple[float, float]] = deque(maxlen=APART)
-        """Mean outcomes and mean sums of turn rewards of the latest training batches."""
+        self._means: list[tuple[float, float]] = []
+        """Mean outcomes and mean sums of turn rewards of training batches."""
+        self._ratio: float | None = None
+        """`scale_ratio` of the first batch that tells it."""
         self._found: set[str] = set()
         self._counts = {"train": Counts(), "eval": Counts()}
         self._seen = {"train": 0, "eval": 0}
@@ -410,10 +412,7 @@ class Warnings:
             return
         bias = bias_of_turn_coef(rewards, options.get("turn_coef", 1.0))
         if bias is not None and self._first("bias"):
-            logger.warning(
-                "The credit rule 'mt_grpo' is biased on this batch: %s. `advantage_estimator: reward_to_go` is not.",
-                bias,
-            )
+            logger.warning("The credit rule 'mt_grpo' is biased on this batch: %s. Take %s.", bias, _KEEPS_PROPORTIONS)
 
     def _find_uncredited(self, audit: Line) -> None:
         sentence = says_uncredited(audit, self._rule, self._args)
@@ -421,9 +420,14 @@ class Warnings:
             logger.warning(sentence)
 
     def _find_proportions(self, rewards: RewardBatch, advantages: Tensor) -> None:
-        if self._of_turns and advantages.any() and self._first("proportions"):
-            for sentence in _says_proportions(rewards, self._rule, self._args):
-                logger.warning(sentence)
+        if not self._of_turns or not advantages.any() or not self._speaks:
+            return
+        sentences = [_says_lost(rewards, self._rule, self._args)] if self._first("lost") else []
+        if self._ratio is None:  # until a group has both outcomes that differ and turn rewards that do
+            self._ratio = scale_ratio(self._rule, rewards, **self._args.rule_options)
+            sentences.append(_says_scales(self._ratio, self._rule))
+        for sentence in filter(None, sentences):
+            logger.warning(sentence)
 
     def _find_apart(self, rewards: RewardBatch) -> None:
         ran = ~rewards.failed
@@ -431,17 +435,30 @@ class Warnings:
             return
         outcomes, turns = rewards.of_outcomes()[ran], rewards.of_turns()[ran].sum(dim=1)
         self._means.append((outcomes.mean().item(), turns.mean().item()))
-        (first, first_turns), (last, last_turns) = self._means[0], self._means[-1]
-        if len(self._means) == APART and pull_apart(*zip(*self._means, strict=True)) and self._first("apart"):
+        # looked at each time that their number has doubled: in a look at every step chance would find some
+        count = len(self._means)
+        if count % APART or (count // APART).bit_count() != 1:
+            return
+        apart = [
+            means
+            for means in (self._means, self._means[count // 2 :])
+            if len(means) >= APART and pull_apart(*zip(*means, strict=True))
+        ]
+        if apart and self._first("apart"):
+            (first, first_turns), (last, last_turns) = apart[0][0], apart[0][-1]
+            take = "weigh turn rewards less (`reward_weights`)"
+            if self._ratio is not None and self._ratio > 1:  # weights cancel in a deviation of turn rewards alone
+                take = f"take {_KEEPS_PROPORTIONS}"
             logger.warning(
                 "Over %d steps the mean outcome went from %.3f to %.3f, and the mean sum of turn rewards from %.3f to "
-                "%.3f: the policy learns one at the cost of the other. If the outcome is what you want, weigh turn "
-                "rewards less (`reward_weights`), or pay for what makes the outcome better.",
-                APART,
+                "%.3f: the policy learns one at the cost of the other. If the outcome is what you want, %s, or pay "
+                "for what makes the outcome better.",
+                len(apart[0]),
                 first,
                 last,
                 first_turns,
                 last_turns,
+                take,
             )
 
     def recheck(self, trajectories: Sequence[Trajectory], mode: str) -> None:
@@ -464,8 +481,8 @@ class Warnings:
                 continue
             logger.warning(
                 "The reward or state score %r of turns depends on later turns (%s), so the credit rule %r is biased: "
-                "judge a turn by the trajectory up to it, or use `mt_grpo` or `leave_one_out`, which take the sum of "
-                "turn rewards over the trajectory.",
+                "judge a turn by the trajectory up to it, or use `leave_one_out`, which takes the sum of turn rewards "
+                "over the trajectory.",
                 name,
                 what,
                 rule_name(self._rule),
@@ -520,7 +537,7 @@ def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
     elif args.averages_turns:
         take = "`advantage_estimator: leave_one_out`"
     else:
-        take = "`advantage_estimator: reward_to_go` (`leave_one_out` if turn rewards depend on later turns)"
+        take = f"{_KEEPS_PROPORTIONS} (`leave_one_out` if turn rewards depend on later turns)"
     lost = f", and {up_to_turn:.0%} at all turns up to it" if round(100 * up_to_turn) else ""
     return (
         f"`{rule_name(rule)}` leaves {at_turn:.0%} of the turn rewards of this batch without credit at the turn that "
@@ -528,27 +545,30 @@ def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
     )
 
 
-def _says_proportions(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> list[str]:
-    """That a rule loses the outcome of early turns, or weighs turn rewards out of proportion, a sentence each."""
-    said, name = [], rule_name(rule)
+def _says_lost(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> str | None:
+    """That a rule loses the outcome of early turns."""
+    share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
+    if share is None or share >= _LOST:
+        return None
     lengths = rewards.turn_mask.sum(dim=1).double()
     turns = lengths[lengths > 0].mean().item()
-    share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
-    if share is not None and share < _LOST:
-        said.append(
-            f"`{name}` gives the first turn {share:.2%} of what it gives the turn that gets most for the outcome, in "
-            f"conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the outcome. Take "
-            f"{_KEEPS_PROPORTIONS}."
-        )
-    ratio = scale_ratio(rule, rewards, **args.rule_options)
-    if ratio is not None and not 1 / _OUT_OF_PROPORTION <= ratio <= _OUT_OF_PROPORTION:
-        counts = f"{ratio:.1f} times as much" if ratio > 1 else f"{ratio:.2f} times as much"
-        said.append(
-            f"`{name}` divides outcome and turn rewards by a deviation each, so that turn rewards count {counts} "
-            f"beside the outcome as their weights say. To keep the proportion that your rewards have, take "
-            f"{_KEEPS_PROPORTIONS}."
-        )
-    return said
+    return (
+        f"`{rule_name(rule)}` gives the first turn {share:.2%} of what it gives the turn that gets most for the "
+        f"outcome, in conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the "
+        f"outcome. Take {_KEEPS_PROPORTIONS}."
+    )
+
+
+def _says_scales(ratio: float | None, rule: Rule) -> str | None:
+    """That a rule weighs turn rewards out of proportion."""
+    if ratio is None or 1 / _OUT_OF_PROPORTION <= ratio <= _OUT_OF_PROPORTION:
+        return None
+    counts = f"{ratio:.1f} times as much" if ratio > 1 else f"{ratio:.2f} times as much"
+    return (
+        f"`{rule_name(rule)}` divides outcome and turn rewards by a deviation each, so that turn rewards count "
+        f"{counts} beside the outcome as their weights say. To keep the proportion that your rewards have, take "
+        f"{_KEEPS_PROPORTIONS}."
+    )
 
 
 _KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
