@@ -27,6 +27,8 @@ from torch import Tensor
 
 ALL = "all rewards"
 """What all rewards together are named."""
+TURN = "turn reward"
+"""What the names of turn rewards begin with."""
 _DRAWS = 2000
 _NEAR = 0.2  # rules whose steps go less than this share behind the farthest ones are near them
 
@@ -81,25 +83,32 @@ class Comparison:
 @dataclass(frozen=True, eq=False)
 class Judgement:
     """
-    Rules by what their steps do worst, against the gradient of all rewards and of each reward that has one and does
-    not go against the others. Of rules near the farthest one, `best` gives early turns most of an outcome, since what
-    hardly shows yet is in no gradient.
+    Rules by what their steps do worst, against the gradient of all rewards and of each outcome that has one and does
+    not go against the others. Turn rewards are in all of them by their weights; by themselves they count only where
+    the groups do not tell the gradient of all. Of rules near the farthest one, `best` gives early turns most of an
+    outcome, and leaves no turn reward out, since what hardly shows yet is in no gradient.
     """
 
     items: dict[str, Comparison]
     with_all: dict[str, Tensor] = field(default_factory=dict)
     with_others: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, float] = field(default_factory=dict)
+    ignoring: frozenset[str] = frozenset()
+    """Rules that make nothing of the turn rewards there are."""
 
     @functools.cached_property
     def told(self) -> dict[str, Comparison]:
         """What steps are judged by."""
         known = {name: item for name, item in self.items.items() if item.known}
         if ALL in known:
-            left = [name for name in known if name == ALL or _below(-self.with_all[name], known[name].groups)]
+            left = [name for name in known if name == ALL or self._goes_along(name) and not name.startswith(TURN)]
         else:
             left = [name for name in known if not _below(self.with_others[name], known[name].groups)]
         return {name: known[name] for name in left}
+
+    def _goes_along(self, name: str) -> bool:
+        """Whether a reward is shown to go along all of them."""
+        return _below(-self.with_all[name], self.items[name].groups)
 
     @property
     def silent(self) -> list[str]:
@@ -110,6 +119,8 @@ class Judgement:
     def opposed(self) -> list[str]:
         """Rewards without a part that are shown to go against the others."""
         left = [name for name in self.with_others if name not in self.told and self.items[name].known]
+        if ALL in self.told:
+            left = [name for name in left if not self._goes_along(name)]
         return [name for name in left if _below(self.with_others[name], self.items[name].groups)]
 
     @property
@@ -140,9 +151,13 @@ class Judgement:
     @property
     def best(self) -> str:
         """Of the rules near the farthest one, that which keeps most of an outcome; of equal ones the farthest."""
-        least = (1 - _NEAR) * self.scores[self.farthest][0].item()
-        near = {rule: score[0].item() for rule, score in self.scores.items() if score[0].item() >= least}
-        return max(near, key=lambda rule: (self.kept.get(rule, 1.0), near[rule]))
+        near = {rule: score[0].item() for rule, score in self.scores.items() if self.near(rule)}
+        # rounded, since some that keep all of it do so but for rounding
+        return max(near, key=lambda rule: (round(self.kept.get(rule, 1.0), 2), rule not in self.ignoring, near[rule]))
+
+    def near(self, rule: str) -> bool:
+        """Whether a rule goes less than a fifth behind the farthest one."""
+        return self.scores[rule][0].item() >= (1 - _NEAR) * self.scores[self.farthest][0].item()
 
     def share(self, rule: str, name: str) -> Interval:
         """One of `shares` with its interval."""
@@ -162,6 +177,7 @@ def judge_rules(
     truths: Mapping[str, Tensor],
     groups_per_step: float,
     kept: Mapping[str, float],
+    ignoring: frozenset[str] = frozenset(),
     *,
     draws: int = _DRAWS,
 ) -> Judgement:
@@ -178,6 +194,7 @@ def judge_rules(
         with_all={name: along(reward, whole) for name, reward in rewards.items()},
         with_others={name: along(reward, whole - reward) for name, reward in rewards.items()},
         kept=dict(kept),
+        ignoring=ignoring,
     )
 
 

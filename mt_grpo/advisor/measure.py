@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.advisor import Chosen
-from mt_grpo.advisor.compare import ALL, Comparison, Judgement, judge_rules
+from mt_grpo.advisor.compare import ALL, TURN, Comparison, Judgement, judge_rules
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,
@@ -384,4 +384,10 @@ def compare(
     }
     shares = {label: outcome_at_first_turn(rules[label], batch, turn_coef=turn_coef) for label in estimates}
     kept = {label: share for label, share in shares.items() if share is not None}
-    return judge_rules(estimates, truths, groups_per_step, kept), left_out
+    paid = [rewards for name, rewards in alone.items() if name.startswith(TURN)]
+    ignoring = {
+        label
+        for label in estimates
+        if paid and not any(estimate(rules[label], rewards, turn_coef=turn_coef).any() for rewards in paid)
+    }
+    return judge_rules(estimates, truths, groups_per_step, kept, frozenset(ignoring)), left_out

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mt_grpo.advisor import rollout_command
-from mt_grpo.advisor.compare import ALL, Direction, Interval
+from mt_grpo.advisor.compare import ALL, TURN, Direction, Interval
 from mt_grpo.advisor.measure import Found
 from mt_grpo.credit.rule import rule_label, sums_turns
 from mt_grpo.options.values import rule_name
@@ -140,7 +140,7 @@ def _advice(found: Found) -> list[str]:
         lines.append(f"Take {_call(found, best)}: {points}.")
     elif own == best:
         lines.append(f"Keep `{own}`: {points}.")
-    elif judged.behind(own, best):
+    elif judged.behind(own, best) and (not judged.near(own) or judged.kept.get(own, 1.0) < _LITTLE):
         lines.append(
             f"Take {_call(found, best)} instead of `{own}`: {points}; `{own}` does worst {_reached(found, own)}."
         )
@@ -149,17 +149,21 @@ def _advice(found: Found) -> list[str]:
             f"Take {_call(found, best)} instead of `{own}`, which is not shown to be behind, and gives the first turn "
             f"{judged.kept[own]:.2%} of what it gives the turn that gets most for an outcome: {points}."
         )
+    elif judged.behind(own, best):
+        lines.append(
+            f"Keep `{own}`: of what it does worst, {_reached(found, own)}; `{best}` goes less than a fifth farther."
+        )
     else:
         lines.append(
             f"Keep `{own}`: no rule is shown to be better; `{best}` has the best estimate, and more groups would tell."
         )
-    near = [rule for rule in comparison.directions if rule not in (best, own) and not judged.behind(rule, best)]
-    if near and own != best:
-        lines[-1] += f" Not shown behind it: {_names(near)}."
-    if judged.silent:
+    equal = [rule for rule in comparison.directions if rule not in (best, own) and not judged.behind(rule, best)]
+    if equal and own != best:
+        lines[-1] += f" Not shown behind it: {_names(equal)}."
+    silent = [name for name in judged.silent if ALL not in judged.told or not name.startswith(TURN)]
+    if silent:
         lines.append(
-            f"Not enough evidence on {_names(judged.silent)}: the groups do not tell its gradient, so it has no part "
-            "in this."
+            f"Not enough evidence on {_names(silent)}: the groups do not tell its gradient, so it has no part in this."
         )
     lines += _unseen(found)
     return lines

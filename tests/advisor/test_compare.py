@@ -214,5 +214,21 @@ def test_of_near_rules_the_one_that_keeps_outcomes_is_best():
     assert judged(rules, {"turn": [1.0]}).best == "short"
 
 
+def test_turn_rewards_count_by_their_weights():
+    """By themselves they do only where all rewards together are not told."""
+    rules = {"proportion": [1.0, 0.1], "each": [0.6, 0.8]}
+    found = judged(rules, {"outcome": [1.0], "turn reward 1": [0.0, 0.15]}, noises={"turn reward 1": 0.05})
+    assert set(found.told) == {ALL, "outcome"} and not found.silent and not found.opposed
+    assert found.best == "proportion" and found.behind("each", "proportion")
+
+
+def test_of_near_rules_one_that_uses_turn_rewards_is_best():
+    """Also where it keeps an outcome but for rounding."""
+    rules, truths = drawn({"ignores": [1.0], "uses": [0.95, 0.3], "far": [0.3, 0.95]}), drawn({ALL: [1.0]})
+    found = judge_rules(rules, truths, 8, {"uses": 0.9999999}, frozenset({"ignores"}), draws=300)
+    assert found.farthest == "ignores" and found.best == "uses"
+    assert found.near("uses") and not found.near("far")
+
+
 def test_nothing_is_judged_where_nothing_is_told():
     assert not judged({"one": [1.0]}, {"turn": [1.0], "outcome": [1.0]}, noises={"turn": 50.0, "outcome": 50.0}).known

@@ -196,11 +196,18 @@ def judged(process, parameters):
 def test_a_lost_outcome_is_not_hidden_behind_easy_turn_rewards():
     """The gradient of all rewards is mostly that of the five paid turns, which the short discount follows well."""
     found = judged(key_decision, (-0.5,) * 6)
-    assert set(found.told) == {ALL, "outcome", "turn reward 1"}
+    assert set(found.told) == {ALL, "outcome"} and not found.silent and not found.opposed
     short = "gtpo (gamma 0.5)"
     assert found.items[ALL].directions[short].cosine.value > 0.8
     assert found.worst(short) == "outcome" and found.scores[short][0] < 0.3
     assert found.best != short and found.behind(short, found.best)
+
+
+def test_a_rule_that_leaves_turn_rewards_out_is_known():
+    paths, rows = drawn(paid_calls, (0.5,) * 4, 8)
+    rules = {"grpo_or": "grpo_or", "mt_grpo": "mt_grpo", "grpo_mr": "grpo_mr"}
+    found, _ = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
+    assert found.ignoring == {"grpo_or"}
 
 
 def test_rewards_count_as_the_run_scales_them():
@@ -268,6 +275,19 @@ def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(found_on):
         "These conversations hardly show what the outcome wants of each turn: that may decide later"
     )
     assert len(_advice(found_on(rules, {ALL: estimates([1.0])}, "short", kept, rewarded(1.0)))) == 1
+
+
+def test_a_rule_that_is_near_the_best_is_kept(found_on):
+    """However surely it is behind, unless it loses an outcome."""
+    rules = {"near": estimates([0.9, 0.42], 0.05, seed=1), "best": estimates([1.0], 0.05, seed=1)}
+    truths = {ALL: estimates([1.0], 0.05)}
+    found = found_on(rules, truths, "near", {}, rewarded(1.0))
+    assert found.judgement.behind("near", "best")
+    (said,) = _advice(found)
+    assert said.startswith("Keep `near`: of what it does worst, all rewards together, its steps go 0.9")
+    assert said.endswith("of the best rule there; `best` goes less than a fifth farther.")
+    (said, *_) = _advice(found_on(rules, truths, "near", {"near": 0.1}, rewarded(1.0)))
+    assert said.startswith("Take `best` instead of `near`")
 
 
 def test_short_conversations_do_not_show_later_turns(found_on):
