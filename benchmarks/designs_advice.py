@@ -90,7 +90,7 @@ UNSEEN = (
     Setting("T", 16, 0.3, group=4, searches=0.6, named=0.6),
     Setting("W", 16, 0.3, groups=96),
 )
-"""Chosen after that; nothing was changed when their ends were known."""
+"""Chosen after that. They were known when `Judgement.preferred` was added."""
 
 
 def named(setting: Setting, seed: int) -> str | None:

@@ -86,15 +86,15 @@ class Judgement:
     Rules by what their steps do worst, against the gradient of all rewards and of each outcome that has one and does
     not go against the others. Turn rewards are in all of them by their weights; by themselves they count only where
     the groups do not tell the gradient of all. Of rules near the farthest one, `best` gives early turns most of an
-    outcome, and leaves no turn reward out, since what hardly shows yet is in no gradient.
+    outcome, since what hardly shows yet is in no gradient; and it is one of `preferred` if that is near.
     """
 
     items: dict[str, Comparison]
     with_all: dict[str, Tensor] = field(default_factory=dict)
     with_others: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, float] = field(default_factory=dict)
-    ignoring: frozenset[str] = frozenset()
-    """Rules that make nothing of the turn rewards there are."""
+    preferred: tuple[str, ...] = ()
+    """Rules that keep every outcome and the proportion of rewards, the default first."""
 
     @functools.cached_property
     def told(self) -> dict[str, Comparison]:
@@ -152,8 +152,10 @@ class Judgement:
     def best(self) -> str:
         """Of the rules near the farthest one, that which keeps most of an outcome; of equal ones the farthest."""
         near = {rule: score[0].item() for rule, score in self.scores.items() if self.near(rule)}
+        order = {rule: -place for place, rule in enumerate(self.preferred)}
+        last = -len(order)
         # rounded, since some that keep all of it do so but for rounding
-        return max(near, key=lambda rule: (round(self.kept.get(rule, 1.0), 2), rule not in self.ignoring, near[rule]))
+        return max(near, key=lambda rule: (round(self.kept.get(rule, 1.0), 2), order.get(rule, last), near[rule]))
 
     def near(self, rule: str) -> bool:
         """Whether a rule goes less than a fifth behind the farthest one."""
@@ -177,7 +179,7 @@ def judge_rules(
     truths: Mapping[str, Tensor],
     groups_per_step: float,
     kept: Mapping[str, float],
-    ignoring: frozenset[str] = frozenset(),
+    preferred: tuple[str, ...] = (),
     *,
     draws: int = _DRAWS,
 ) -> Judgement:
@@ -194,7 +196,7 @@ def judge_rules(
         with_all={name: along(reward, whole) for name, reward in rewards.items()},
         with_others={name: along(reward, whole - reward) for name, reward in rewards.items()},
         kept=dict(kept),
-        ignoring=ignoring,
+        preferred=preferred,
     )
 
 

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from mt_grpo.advisor import Chosen
-from mt_grpo.advisor.compare import ALL, TURN, Comparison, Judgement, judge_rules
+from mt_grpo.advisor.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
     RewardBatch,
@@ -52,7 +52,8 @@ _REFERENCE = "leave_one_out"
 _MOST_MISMATCH = 0.2
 """Nats by which the log-probs of the model that sampled may differ from recorded ones, in the mean."""
 _ONE_SCALE: Rule = {**DEFAULT_RULE, "scales": "one"}
-_VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5}, _ONE_SCALE)
+_NO_LAMBDA: Rule = {**DEFAULT_RULE, "lam": 1.0}
+_VARIANTS: tuple[Rule, ...] = ({"name": "gtpo", "gamma": 0.5}, _ONE_SCALE, _NO_LAMBDA)
 """Rules that are compared with other options than their own defaults too."""
 _PER_TRAJECTORY = ("grpo", "sapo")
 """Losses in which a trajectory's tokens share its weight; in others each token has the same."""
@@ -384,10 +385,8 @@ def compare(
     }
     shares = {label: outcome_at_first_turn(rules[label], batch, turn_coef=turn_coef) for label in estimates}
     kept = {label: share for label, share in shares.items() if share is not None}
-    paid = [rewards for name, rewards in alone.items() if name.startswith(TURN)]
-    ignoring = {
-        label
-        for label in estimates
-        if paid and not any(estimate(rules[label], rewards, turn_coef=turn_coef).any() for rewards in paid)
-    }
-    return judge_rules(estimates, truths, groups_per_step, kept, frozenset(ignoring)), left_out
+    scaled = {label: (scales or {}).get(label, scale_rewards) for label in estimates}
+    preferred = [label for label in estimates if rules[label] == DEFAULT_RULE]
+    preferred += [label for label in estimates if (rules[label], scaled[label]) == (_ONE_SCALE, "batch")]
+    preferred += [label for label in estimates if rules[label] == _NO_LAMBDA]
+    return judge_rules(estimates, truths, groups_per_step, kept, tuple(preferred)), left_out

@@ -222,12 +222,14 @@ def test_turn_rewards_count_by_their_weights():
     assert found.best == "proportion" and found.behind("each", "proportion")
 
 
-def test_of_near_rules_one_that_uses_turn_rewards_is_best():
+def test_of_near_rules_the_default_is_best():
     """Also where it keeps an outcome but for rounding."""
-    rules, truths = drawn({"ignores": [1.0], "uses": [0.95, 0.3], "far": [0.3, 0.95]}), drawn({ALL: [1.0]})
-    found = judge_rules(rules, truths, 8, {"uses": 0.9999999}, frozenset({"ignores"}), draws=300)
-    assert found.farthest == "ignores" and found.best == "uses"
-    assert found.near("uses") and not found.near("far")
+    rules, truths = drawn({"first": [1.0], "default": [0.95, 0.3], "far": [0.3, 0.95]}), drawn({ALL: [1.0]})
+    best = {
+        names: judge_rules(rules, truths, 8, {"default": 0.9999999}, names, draws=300).best
+        for names in (("default",), ("far",), ("far", "default", "first"))
+    }
+    assert list(best.values()) == ["default", "first", "default"]
 
 
 def test_nothing_is_judged_where_nothing_is_told():

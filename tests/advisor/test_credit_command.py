@@ -203,11 +203,38 @@ def test_a_lost_outcome_is_not_hidden_behind_easy_turn_rewards():
     assert found.best != short and found.behind(short, found.best)
 
 
-def test_a_rule_that_leaves_turn_rewards_out_is_known():
+def test_the_default_is_known_by_either_name():
     paths, rows = drawn(paid_calls, (0.5,) * 4, 8)
-    rules = {"grpo_or": "grpo_or", "mt_grpo": "mt_grpo", "grpo_mr": "grpo_mr"}
-    found, _ = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8)
-    assert found.ignoring == {"grpo_or"}
+    one = {**DEFAULT_RULE, "scales": "one"}
+    rules = {
+        "lam 1": {**DEFAULT_RULE, "lam": 1.0},
+        "default": DEFAULT_RULE,
+        "one": one,
+        "one, batch": one,
+        "batch": "lambda_to_go",
+    }
+    scales = {"one, batch": "batch", "batch": "batch"}
+    found, _ = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8, scales=scales)
+    assert found.preferred == ("default", "one, batch", "lam 1") and found.best == "default"
+
+
+def late_fine(play):
+    """A shortcut is paid at once, and fined when nine more turns are over."""
+    short = play.decide(0)
+    play.turn(0.2 if short else 0.0, result=True)
+    for _ in range(8):
+        play.turn(0.0, result=True)
+    play.turn(-0.6 if short else 0.0, result=True)
+    return 0.0
+
+
+def test_a_fine_that_comes_late_needs_no_lambda():
+    """λ .8 leaves .13 of it, so that the default goes for the shortcut."""
+    paths, rows = drawn(late_fine, (0.0,), 8)
+    own, rules = _rules_of(DEFAULT_RULE)
+    rules = {label: rule for label, rule in rules.items() if not label.startswith("state_baseline")}
+    found, _ = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8, scale_rewards="group")
+    assert found.scores[own][0] < 0 and found.best == "lambda_to_go (lam 1.0, scales batch)"
 
 
 def test_rewards_count_as_the_run_scales_them():
