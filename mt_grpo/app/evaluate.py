@@ -135,7 +135,8 @@ class SampledModel:
             recipe.model.model_name_or_path, recipe.model.use_peft = self.path, False
         args = recipe.training
         at_once = args.max_concurrent_rollouts or args.per_device_eval_batch_size * generations
-        recipe.training = changed(args, do_eval=not self.trained_on, beta=0.0, max_concurrent_rollouts=at_once)
+        off = {"beta": 0.0, "sync_ref_model": False}  # a reference is for a loss
+        recipe.training = changed(args, do_eval=not self.trained_on, max_concurrent_rollouts=at_once, **off)
         if self.trained_on:  # nothing is evaluated
             off = {"eval_strategy": IntervalStrategy.NO, "load_best_model_at_end": False}
             recipe.training = changed(recipe.training, **off, early_stopping_patience=None)
