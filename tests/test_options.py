@@ -34,6 +34,8 @@ WRONG = [
     ({"importance_sampling_level": "turn"}, "`importance_sampling_level` is 'turn': choose one of token, sequence."),
     ({"top_entropy_quantile": -0.2}, "`top_entropy_quantile` is -0.2; set a number from 0 to 1"),
     ({"ref_model_sync_steps": 0}, "`ref_model_sync_steps` is 0; set a number above 0"),
+    ({"repetition_penalty": -1.0}, "`repetition_penalty` is -1.0; set a number above 0"),
+    ({"sapo_temperature_neg": 0.0}, "`sapo_temperature_neg` is 0.0; set a number above 0"),
     ({"learning_rate": float("inf")}, "`learning_rate` is inf; set 0 or more, such as 1e-6"),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
     ({"num_generations": "4"}, "`num_generations` is '4'; give a number."),

@@ -266,6 +266,8 @@ def _build(
             quantization_config=None if endpoint is not None else get_quantization_config(model),
             peft_config=None if endpoint is not None else peft_config,
         )
+        if trains:
+            trainer.get_optimizer_cls_and_kwargs(args, trainer.model)  # of a package that may be missing
     if endpoint is not None:
         refuse_scorers([*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs], endpoint.url)
         trainer.state_scores = []  # they are for credit

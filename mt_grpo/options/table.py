@@ -544,7 +544,13 @@ OF_LIBRARIES = {
             of_numbers=False,
         )
     ),
-    **dict.fromkeys(("generation_batch_size", "ref_model_sync_steps"), Option(rule=_ABOVE_ZERO)),
+    **dict.fromkeys(
+        (
+            *("generation_batch_size", "ref_model_sync_steps", "repetition_penalty"),
+            *("sapo_temperature_neg", "sapo_temperature_pos"),
+        ),
+        Option(rule=_ABOVE_ZERO),
+    ),
     "top_entropy_quantile": Option(rule=_SHARE),
     **dict.fromkeys(("delta", "max_tool_calling_iterations"), Option(rule=_NOT_BELOW_ZERO)),
     **dict.fromkeys(  # of TRL's own generation

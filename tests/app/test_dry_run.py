@@ -121,6 +121,7 @@ def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, dry_run):
     [
         ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
         ({"per_device_train_batch_size": 12}, "has 4 rows"),
+        ({"optim": "lomo"}, "pip install lomo-optim"),
         ({"use_vllm": True, "vllm_server_base_url": "URL", "vllm_server_timeout": 0.1}, "URL"),
     ],
 )
