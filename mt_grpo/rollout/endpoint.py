@@ -77,8 +77,9 @@ class _Completion:
             self.usage = {name: int(count or 0) for name, count in counts.items()}
         for choice in (part.get("choices") or [])[:1]:
             said = choice.get("delta") or choice.get("message") or {}
-            parts = said.get("content") or said.get("refusal") or ""
-            for each in [{"text": parts}] if isinstance(parts, str) else parts:  # Mistral's thoughts are parts
+            content = said.get("content") or said.get("refusal") or ""
+            parts: list[dict[str, Any]] = [{"text": content}] if isinstance(content, str) else content
+            for each in parts:  # Mistral's thoughts are some
                 self.content += whole(each.get("text") or "")
                 self.thought += "".join(whole(thought["text"]) for thought in each.get("thinking") or ())
             self.thought += whole(said.get("reasoning_content") or said.get("reasoning") or "")
@@ -411,7 +412,7 @@ class EndpointPolicy(ConversationPolicy):
         message: Message = {"role": "assistant", "content": completion.content}
         if completion.thought:
             message["reasoning_content"] = completion.thought
-        calls = []
+        calls: list[dict[str, Any]] = []
         for number, call in sorted(completion.calls.items()):
             arguments = _object(call["arguments"])
             if arguments is None or not call["name"]:

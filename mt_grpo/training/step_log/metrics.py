@@ -470,7 +470,8 @@ class Warnings:
         # each turn has its turn, but the last, after which nothing can be cut off
         samples = [(each, (self._to_cut - number) % (len(each.turns) - 1)) for number, each in enumerate(several)]
         self._to_cut -= len(samples)
-        knows_end = "feedback" in (self._args.teacher or {}).get("sees", ())
+        teacher = self._args.teacher
+        knows_end = isinstance(teacher, dict) and "feedback" in teacher.get("sees", ())
         changed = run_here(score_cut(asked, samples, knows_end), self._args.device)
         for reward in asked if samples else ():
             self.causal[reward.name] = self.causal.get(reward.name, True) and reward.name not in changed
