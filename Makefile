@@ -13,7 +13,7 @@ WORKERS := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder --
 TRL_OLDEST := 1.15.0
 MCP_OLDEST := 1.30.0
 
-.PHONY: quickstart test covering check lint format bench browser sandbox server-cpu trl-oldest warm-start clean
+.PHONY: quickstart test alone others covering check lint format bench browser sandbox server-cpu trl-oldest warm-start clean
 .PHONY: ablation bench-environments bench-quick interop interop-games interop-agents interop-deepspeed interop-device interop-harbor interop-trl interop-verifiers
 
 quickstart: $(VENV)/.installed
@@ -25,14 +25,19 @@ COVERING := credit rewards test_trajectory.py forward/test_routes.py integration
 	rollout/test_branching.py rollout/test_token_row.py runlog/test_runlog.py training/test_nonfinite.py \
 	training/test_reward_batch.py training/test_reward_columns.py
 
-# What one process does alone goes beside what another does.
+# What one process does alone goes beside what the others do.
 test:
 	$(MAKE) --jobs=3 $(VENV)/.installed server-cpu browser sandbox
-	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint trl-oldest covering
+	$(MAKE) --jobs=2 alone others
+
+alone:
+	$(MAKE) $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint trl-oldest covering
+
+others: $(VENV)/.installed
 	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=--ignore=tests/%) -m "not bench"
 
 covering: $(VENV)/.installed
-	$(BIN)/python -m pytest $(WORKERS) $(COVERING:%=tests/%) --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
+	$(BIN)/python -m pytest $(COVERING:%=tests/%) --cov=mt_grpo.trajectory --cov=mt_grpo.token_tree \
 		--cov=mt_grpo.credit --cov=mt_grpo.rewards --cov-branch --cov-report=term-missing --cov-fail-under=100
 
 # What most changes break, in minutes: lint, and every test that is quick and needs no server. With `ROOM=credit` only
