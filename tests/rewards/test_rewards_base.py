@@ -252,6 +252,20 @@ def test_what_a_reward_does_wrong_is_said_in_one_line(reward, says):
         outcomes(reward, make_trajectory(session="s-1", n=1), make_trajectory(session="s-2", n=2))
 
 
+def interrupts(completions, **columns):
+    raise KeyboardInterrupt
+
+
+async def closes(completions, **columns):
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(("reward", "error"), [(interrupts, KeyboardInterrupt), (closes, GeneratorExit)])
+def test_what_ends_a_process_or_a_coroutine_is_no_failure(reward, error):
+    with pytest.raises(error):
+        outcomes(reward, make_trajectory(session="s-1"))
+
+
 def test_a_function_that_takes_texts_for_messages_is_told_what_it_gets():
     def last(completions, **columns):
         return [float("Peru" in messages[-1]["content"]) for messages in completions]
