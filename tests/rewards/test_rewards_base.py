@@ -266,7 +266,7 @@ def test_what_ends_a_process_or_a_coroutine_is_no_failure(reward, error):
         outcomes(reward, make_trajectory(session="s-1"))
 
 
-def test_a_function_that_takes_texts_for_messages_is_told_what_it_gets():
+def test_a_function_that_fails_is_told_what_completions_are():
     def last(completions, **columns):
         return [float("Peru" in messages[-1]["content"]) for messages in completions]
 
