@@ -126,3 +126,11 @@ def test_a_cut_tree_keeps_split_actions_and_rewritten_pasts():
             tree.add_turn(*turn)
     trajectory = Trajectory([], [Turn(index, {}) for index in range(3)], trees[-1])
     assert [cut_after(trajectory, index).tree for index in range(3)] == trees
+
+
+def test_a_teacher_that_knows_the_end_makes_its_reward_late():
+    ratio = reward("Ratio", lambda turn, trajectory: trajectory.teacher_log_ratios[turn.index])
+    trajectory = make_trajectory(1)
+    trajectory.teacher_log_ratios = [0.5]
+    assert found([ratio], trajectory) == {}
+    assert set(run(score_cut([ratio], [(trajectory, 0)], teacher_knows_end=True))) == {"Ratio"}
