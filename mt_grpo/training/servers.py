@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -216,8 +217,12 @@ def _carries_state(config: PreTrainedConfig) -> bool:
 def check_vllm() -> None:
     """Whether servers can be started."""
     own = interpreter()
-    here = own == Path(sys.executable)
-    if not (find_spec("vllm") if here else list(own.parents[1].glob("lib/python*/site-packages/*vllm*"))):
+    if own == Path(sys.executable):
+        found = find_spec("vllm") is not None
+    else:  # wherever it has it from
+        asked = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
+        found = own.exists() and subprocess.run([own, "-c", asked]).returncode == 0
+    if not found:
         raise ConfigError(f"{NO_VLLM}: {INSTALL_VLLM}.")
 
 

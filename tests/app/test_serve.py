@@ -179,10 +179,13 @@ def test_serve_uses_the_vllm_of_the_folder_or_says_how_to_get_it(replicas, monke
     assert main(["serve", "--config", QUICKSTART[1], *replicas]) == 1
     said = capsys.readouterr().err
     assert "vLLM is neither in `.venv-vllm`" in said and ".venv-vllm/bin/pip install 'mt-grpo[vllm]'" in said
-    (tmp_path / ".venv-vllm" / "lib" / "python3.11" / "site-packages" / "vllm").mkdir(parents=True)
     python = tmp_path / ".venv-vllm" / "bin" / "python"
-    python.parent.mkdir()
-    python.touch()
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="vLLM is neither"):
+        servers.check_vllm()
+    (tmp_path / "elsewhere" / "vllm").mkdir(parents=True)
     servers.check_vllm()
     assert command()[0][0] == str(python)
 
