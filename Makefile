@@ -28,7 +28,7 @@ COVERING := credit rewards test_trajectory.py forward/test_routes.py integration
 # What one process does alone goes beside what the others do.
 test:
 	$(MAKE) --jobs=3 $(VENV)/.installed server-cpu browser sandbox
-	$(MAKE) --jobs=2 alone others
+	$(MAKE) --jobs=2 alone others || { echo "Lines above that begin with make and have *** say what failed." >&2; exit 1; }
 
 alone:
 	$(MAKE) $(if $(filter output-sync,$(.FEATURES)),--output-sync) lint trl-oldest covering

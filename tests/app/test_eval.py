@@ -95,12 +95,12 @@ def test_tables_say_what_the_line_says(endpoint, recipe, prints, tmp_path, model
         assert words in said
 
 
-@pytest.mark.slow
 def test_a_recipe_whose_reference_moves_is_evaluated(endpoint, results):
     line = results(f"m@{endpoint(answers).url}/v1", keys={"beta": 0.1, "sync_ref_model": True})
     assert line["rows"] == 4
 
 
+@pytest.mark.slow
 def test_killed_evaluation_goes_on_without_sampling_twice(endpoint, recipe, results, tmp_path):
     def complete(number, body):
         time.sleep(0.0 if number < 3 else 0.3)

@@ -47,8 +47,9 @@ def _begin(variable: str, command: list[str], without: Sequence[str] = ()) -> No
     if variable in os.environ:
         return
     folder = tempfile.TemporaryDirectory()  # nobody else may ask
-    with socket.socket(socket.AF_UNIX) as listening, open(f"{folder.name}/forks.log", "wb") as log:
-        listening.bind(f"{folder.name}/forks")
+    path = f"/proc/{os.getpid()}/fd/{os.open(folder.name, os.O_RDONLY)}/forks"  # a socket's has 107 characters at most
+    with socket.socket(socket.AF_UNIX) as listening, open(f"{path}.log", "wb") as log:
+        listening.bind(path)
         listening.listen()
         process = subprocess.Popen(
             [sys.executable, "-S", "-c", _WAITING, str(listening.fileno()), *command],
@@ -59,7 +60,7 @@ def _begin(variable: str, command: list[str], without: Sequence[str] = ()) -> No
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name not in without},
         )
-    os.environ[variable] = f"{folder.name}/forks"
+    os.environ[variable] = path
 
     def end() -> None:
         process.communicate()
@@ -72,7 +73,8 @@ def ask_forks(variable: str, request: object) -> int:
     """The process that was forked, for a `Forked`; the status of one that has ended, for its number."""
     if variable not in os.environ:
         begin_forks()
-    with socket.socket(socket.AF_UNIX) as asking:
+    answer = ""
+    with socket.socket(socket.AF_UNIX) as asking, suppress(ConnectionError):  # it may have ended
         asking.connect(os.environ[variable])
         asking.sendall(json.dumps(request).encode() + b"\n")
         answer = asking.makefile().readline()
