@@ -31,6 +31,7 @@ from common import build_tokenizer, write
 
 from mt_grpo.data.terminal import write_tasks
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
+from mt_grpo.integrations.harbor.bubblewrap import check_usable
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 
 AT_ONCE, POOL = 8, 4
@@ -135,6 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         return show(forks("bubblewrap", 1, tempfile.gettempdir(), number=2))
+    check_usable()
     before = left()
     with tempfile.TemporaryDirectory() as folder:
         if options.tasks is None:

@@ -38,7 +38,7 @@ IN
     chmod +x "$folder/in" "$folder/engine"
     "$folder/in" apt-get update -qq
     "$folder/in" apt-get install -y -qq --no-install-recommends \
-        podman runc uidmap netavark aardvark-dns nftables docker-compose docker-cli git
+        podman runc uidmap netavark aardvark-dns nftables docker-compose docker-cli git bubblewrap
     "$folder/in" python3 -m venv /venv
     "$folder/in" podman import "/host$folder/base.tar" localhost/base:1
     # an image with agents, so that no conversation installs one
