@@ -267,7 +267,9 @@ def _build(
             peft_config=None if endpoint is not None else peft_config,
         )
         if trains:
-            trainer.get_optimizer_cls_and_kwargs(args, trainer.model)  # of a package that may be missing
+            # its package may be missing; one that works layer by layer hooks into the model each time it is asked for
+            asked = changed(args, optim=args.optim.removesuffix("_layerwise"))
+            trainer.get_optimizer_cls_and_kwargs(asked, trainer.model)
     if endpoint is not None:
         refuse_scorers([*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs], endpoint.url)
         trainer.state_scores = []  # they are for credit

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from support.loopback import free_port
 from support.recipes import parse_recipe
+from transformers import Trainer
 
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
@@ -132,6 +133,13 @@ def test_what_training_refuses_a_dry_run_refuses(recipe, tmp_path, dry_run, keys
     line = said.splitlines()[-1]
     assert (status, printed) == (1, "") and line.startswith("mt-grpo: ") and message.replace("URL", url) in line
     assert not (tmp_path / "run").exists()
+
+
+def test_an_optimiser_by_layers_hooks_in_once(recipe, monkeypatch, dry_run):
+    asked = []
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda *given: asked.append(given[-2].optim))
+    assert dry_run(*recipe(optim="galore_adamw_layerwise", optim_target_modules=["q_proj"]))[0] == 0
+    assert asked == ["galore_adamw"]
 
 
 def test_the_server_is_asked_and_neither_sampled_nor_kept(recipe, server, dry_run):
