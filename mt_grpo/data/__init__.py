@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -359,7 +360,7 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
             "data_files": {base: [str(file) for file in files]},
         }
         for file in files if arguments["path"] == "json" else ():  # which ends the process in `datasets`
-            with file.open("rb") as opened:
+            with suppress(OSError), file.open("rb") as opened:  # one that cannot be read, `datasets` refuses
                 if opened.read(2**16).lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
                     raise DatasetError(f"The file {str(file)!r} begins with `null`, which is no row: remove it.")
     elif path.suffix in FORMATS or looks_like_path(source):

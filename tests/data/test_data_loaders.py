@@ -260,6 +260,8 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -
     ):
         (tmp_path / name).write_text(content, encoding="latin-1")
         assert said in refusal(str(tmp_path / name), "train", streaming=streaming)
+    (tmp_path / "folder" / "train.jsonl").mkdir(parents=True)
+    assert "does not load: Unable to find" in refusal(str(tmp_path / "folder"), "train")
     for line in (f'{{"rate": 0.5, "attempts": 1{"0" * 400}, "digest": "a"}}', "[" * 100_000):
         (tmp_path / "difficulty.jsonl").write_text(line)
         with pytest.raises(DatasetError, match="name a file that `mt-grpo rollout --difficulty` wrote"):
