@@ -160,6 +160,8 @@ _LIBRARIES = {"accelerate", "datasets", "huggingface_hub", "peft", "safetensors"
 
 MISREAD = (TypeError, AttributeError, LookupError)
 """What libraries raise further where a file of a model holds what they do not look for."""
+_MODEL_CODE = "transformers_modules"
+"""The package in which transformers has the code that comes with models."""
 
 
 @contextlib.contextmanager
@@ -178,4 +180,6 @@ def _package_of(error: BaseException) -> str:
     """The package whose code raised the error, or had JSON read that is none."""
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [module.partition(".")[0] for module in modules]
+    if isinstance(error, MISREAD) and _MODEL_CODE in packages:  # a fault of that code: its file and line are shown
+        return _MODEL_CODE
     return next(package for package in reversed(packages) if package != "json")

@@ -12,11 +12,11 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.models import CPU_RUN, bring_code, build_model
 from support.trainers import Letters
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError, libraries_may_refuse
+from mt_grpo.errors import MISREAD, ConfigError, libraries_may_refuse
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.model import OF_SOURCE, resolve_model, source_options
 
@@ -92,6 +92,12 @@ def test_a_tokenizer_that_is_no_json_is_refused_by_its_model(folder):
     with pytest.raises(ConfigError, match="The model cannot be loaded: Expecting property name"):
         with libraries_may_refuse("The model cannot be loaded"):
             AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_fault_in_a_models_own_code_is_no_sentence():
+    code = {"__name__": "transformers_modules.mine", "Config": PreTrainedConfig}
+    with pytest.raises((TypeError, AttributeError)), libraries_may_refuse("The model cannot be loaded", *MISREAD):
+        exec("Config.from_dict(None)", code)
 
 
 def test_the_folder_of_an_adapter_is_trained_on(build, adapter, folder):
