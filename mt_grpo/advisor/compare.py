@@ -30,6 +30,7 @@ ALL = "all rewards"
 TURN = "turn reward"
 """What the names of turn rewards begin with."""
 _DRAWS = 2000
+_FEW = 0.25  # share of the groups: a gradient that fewer of them carry may be another one in the next groups
 _NEAR = 0.2  # rules whose steps go less than this share behind the farthest ones are near them
 
 
@@ -63,6 +64,8 @@ class Comparison:
     directions: dict[str, Direction | None]
     groups: int
     ascents: dict[str, Tensor]
+    carriers: float
+    """As many groups of equal squared length carry as much of the true gradient: few, if most have none of it."""
 
     @property
     def best(self) -> str:
@@ -116,6 +119,12 @@ class Judgement:
         return [name for name, item in self.items.items() if not item.known]
 
     @property
+    def rare(self) -> list[str]:
+        """Outcomes whose gradient is not told, and comes from few groups; also all rewards together."""
+        items = {name: self.items[name] for name in self.silent if not name.startswith(TURN)}
+        return [name for name, item in items.items() if item.carriers < _FEW * item.groups]
+
+    @property
     def opposed(self) -> list[str]:
         """Rewards without a part that are shown to go against the others."""
         left = [name for name in self.with_others if name not in self.told and self.items[name].known]
@@ -125,7 +134,12 @@ class Judgement:
 
     @property
     def known(self) -> bool:
-        """Whether a rule is shown to be good for something, and none of it is worse for the steps of all rules."""
+        """
+        Whether a rule is shown to be good for something, and none of it is worse for the steps of all rules. Turn
+        rewards do not name a rule where all rewards together are not told because of an outcome that is rare.
+        """
+        if ALL not in self.told and self.rare:
+            return False
         return bool(self.told) and self.scores[self.farthest][0].item() > 0
 
     @functools.cached_property
@@ -224,7 +238,8 @@ def _compare_rules(
             signal_to_noise=_interval(own.signal_to_noise / truth.signal_to_noise, len(reference), 0.0, math.inf),
             step=_interval(_ratio(own.inner, size * truth.length), len(reference), -1.0, 1.0),
         )
-    return Comparison(directions, len(reference), ascents)
+    sizes = reference.double().square().sum(dim=1)
+    return Comparison(directions, len(reference), ascents, (sizes.sum().square() / sizes.square().sum()).item())
 
 
 def _weights(count: int, draws: int) -> Tensor:

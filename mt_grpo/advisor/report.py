@@ -119,7 +119,13 @@ def _advice(found: Found) -> list[str]:
     if opposed and ALL in judged.told:
         lines.append(f"Against the rest of the rewards goes {opposed}: that a rule does not follow it is no fault.")
     if not judged.known:
-        if opposed:
+        if judged.rare:
+            carriers = min(judged.items[name].carriers for name in judged.rare)
+            lines.append(
+                f"Not enough evidence: about {carriers:.0f} of {groups} groups carry the gradient of "
+                f"{_names(judged.rare)}, and others may want another rule: {more}."
+            )
+        elif opposed:
             lines.append(
                 f"Not enough evidence: {opposed} goes against the rest of the rewards, and {groups} groups do not "
                 f"tell what all of them together want: {more}."

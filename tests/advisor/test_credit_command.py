@@ -237,6 +237,24 @@ def test_a_fine_that_comes_late_needs_no_lambda():
     assert found.scores[own][0] < 0 and found.best == "lambda_to_go (lam 1.0, scales batch)"
 
 
+def jackpot(play):
+    """A turn is paid for what keeps the conversation from an outcome that is worth more than all of them."""
+    right = True
+    for turn in range(5):
+        well = play.decide(turn)
+        right = right and well
+        play.turn(0.0 if well else 0.1, result=True)
+    return 10.0 * float(right)
+
+
+def test_turn_rewards_name_no_rule_where_the_outcome_is_rare():
+    paths = Paths.of(jackpot, (-0.7,) * 5)
+    rows = paths.draw(48, 8, 1)
+    rules = {rule_label(rule): rule for rule in RULES}
+    found, _ = compare(paths.gradients[rows.flatten()], paths.batch(rows), rules, 8, scale_rewards="group")
+    assert list(found.told) == ["turn reward 1"] and found.rare == [ALL, "outcome"] and not found.known
+
+
 def test_rewards_count_as_the_run_scales_them():
     found = judged(paid_calls, (0.5,) * 4)
     assert found.worst("lambda_to_go") == ALL and found.best != "lambda_to_go"
@@ -337,6 +355,14 @@ def test_a_reward_that_goes_against_the_rest_is_named(found_on):
     (said,) = _advice(found)
     assert said.startswith("Not enough evidence: `outcome`, `turn reward 1` goes against the rest of the rewards")
     assert as_json(found)["best"] is None and as_json(found)["opposed"] == ["outcome", "turn reward 1"]
+
+
+def test_groups_that_carry_a_rare_outcome_are_counted(found_on):
+    turn, outcome = estimates([0.3], 0.02), torch.zeros(40, 8)
+    outcome[3] = -30.0
+    truths = {ALL: turn + outcome, "outcome": outcome, "turn reward 1": turn}
+    (said,) = _advice(found_on({"one": turn + outcome, "other": turn}, truths, "one", {}, rewarded(1.0)))
+    assert re.match("Not enough evidence: about 1 of [0-9]+ groups carry the gradient of `all rewards`, `outc", said)
 
 
 def test_another_scale_is_named_with_its_option(found_on):
