@@ -164,7 +164,7 @@ class Judgement:
 
     @property
     def best(self) -> str:
-        """Of the rules near the farthest one, that which keeps most of an outcome; of equal ones the farthest."""
+        """Of the rules near the farthest one, that which keeps most of an outcome; of equal ones the default."""
         near = {rule: score[0].item() for rule, score in self.scores.items() if self.near(rule)}
         order = {rule: -place for place, rule in enumerate(self.preferred)}
         last = -len(order)

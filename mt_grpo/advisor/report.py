@@ -138,10 +138,12 @@ def _advice(found: Found) -> list[str]:
         return lines
     best = judged.best
     points = f"of what it does worst, {_reached(found, best)}"
-    if best != judged.farthest:
-        points += f". `{judged.farthest}` goes farther, and gives early turns less of an outcome"
-    else:
+    if best == judged.farthest:
         points += ", the best here"
+    else:
+        points += f". `{judged.farthest}` goes farther"
+        if round(judged.kept.get(judged.farthest, 1.0), 2) < round(judged.kept.get(best, 1.0), 2):
+            points += ", and gives early turns less of an outcome"
     if own is None:
         lines.append(f"Take {_call(found, best)}: {points}.")
     elif own == best:
@@ -160,9 +162,7 @@ def _advice(found: Found) -> list[str]:
             f"Keep `{own}`: of what it does worst, {_reached(found, own)}; `{best}` goes less than a fifth farther."
         )
     else:
-        lines.append(
-            f"Keep `{own}`: no rule is shown to be better; `{best}` has the best estimate, and more groups would tell."
-        )
+        lines.append(f"Keep `{own}`: no rule is shown to be better; more groups would tell whether `{best}` is.")
     equal = [rule for rule in comparison.directions if rule not in (best, own) and not judged.behind(rule, best)]
     if equal and own != best:
         lines[-1] += f" Not shown behind it: {_names(equal)}."

@@ -268,8 +268,8 @@ def test_rewards_count_as_the_run_scales_them():
 def found_on(folder):
     """What the command would have found on gradients that are made up."""
 
-    def make(rules, truths, own, kept=None, batch=None, scales=None):
-        judged = judge_rules(rules, truths, 4, kept or {}, draws=200)
+    def make(rules, truths, own, kept=None, batch=None, scales=None, preferred=()):
+        judged = judge_rules(rules, truths, 4, kept or {}, preferred, draws=200)
         names = dict.fromkeys(rules, "leave_one_out")
         return Found(_choose(open_run(folder)), own, batch, None, names, scales or {}, judged, {}, 28, 1.0, 0.0)
 
@@ -315,7 +315,7 @@ def test_an_outcome_that_nobody_reached_is_kept_for_early_turns(found_on):
     assert said.startswith(
         "Take `long` instead of `short`, which is not shown to be behind, and gives the first turn 0.50%"
     )
-    assert "`short` goes farther" in said
+    assert "`short` goes farther, and gives early turns less of an outcome." in said
     assert later.startswith(
         "These conversations hardly show what the outcome wants of each turn: that may decide later"
     )
@@ -333,6 +333,17 @@ def test_a_rule_that_is_near_the_best_is_kept(found_on):
     assert said.endswith("of the best rule there; `best` goes less than a fifth farther.")
     (said, *_) = _advice(found_on(rules, truths, "near", {"near": 0.1}, rewarded(1.0)))
     assert said.startswith("Take `best` instead of `near`")
+
+
+def test_the_default_is_not_said_to_go_farthest(found_on):
+    """It is named where another rule has the best estimate, which need not lose an outcome."""
+    rules = {"default": estimates([1.0, 0.4], seed=1), "far": estimates([1.0], seed=2)}
+    (own, other) = (
+        _advice(found_on(rules, {ALL: estimates([1.0])}, own, {}, rewarded(1.0), preferred=("default",)))[0]
+        for own in ("default", "far")
+    )
+    assert own.startswith("Keep `default`") and own.endswith(". `far` goes farther.")
+    assert other == "Keep `far`: no rule is shown to be better; more groups would tell whether `default` is."
 
 
 def test_short_conversations_do_not_show_later_turns(found_on):
