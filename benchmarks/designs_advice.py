@@ -81,7 +81,7 @@ SEEN = (
     Setting("Q", 12, 0.1),
     Setting("Q", 24, 0.3, groups=96, searches=0.5),
 )
-"""Held out when steps were first judged as they are. They were known when `compare.NEAR` was set."""
+"""Held out when steps were first judged as they are. They were known when `compare._NEAR` was set."""
 UNSEEN = (
     Setting("B", 16, 0.05, group=4, groups=16, searches=0.5, named=0.5),
     Setting("D", 12, 0.05, groups=16),
