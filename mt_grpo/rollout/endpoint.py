@@ -337,13 +337,15 @@ async def _events(response: httpx.Response) -> AsyncIterator[Any]:
             yield json.loads(value)
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _lines(response: httpx.Response) -> AsyncIterator[bytearray]:
     """Its lines; those of httpx end at characters too that JSON has as they are (U+2028)."""
-    rest = b""
+    rest = bytearray()
     async for part in response.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line
+        rest += part
+        if b"\n" in part:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                yield line
     yield rest
 
 
