@@ -18,6 +18,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.imports import in_home
 from mt_grpo.options.table import OPTIONS, Values
 from mt_grpo.options.values import TYPES, VERIFIERS, is_bare, parse_mapping, with_env_options
+from mt_grpo.servers import vllm_environment
 
 _RECORDS = ("metrics.jsonl", "summary.json", "rollouts")  # what a run leaves beside its `CONFIG`
 
@@ -42,6 +43,8 @@ def check_trust(path: str, recipe: Values, variables: Values) -> None:
         theirs = here / folder.relative_to(here).parts[0]
     found = list(dict.fromkeys([*_executed(with_env_options(recipe), theirs), *_told(recipe)]))
     found += [f"`env: {name}`" for name in variables]
+    if theirs == here == vllm_environment().parent:
+        found += ["`.venv-vllm`, whose Python starts servers"] * vllm_environment().exists()
     if found:
         more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
         raise ConfigError(

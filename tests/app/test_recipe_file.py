@@ -114,6 +114,15 @@ def test_embedded_tasks_are_not_asked_about_in_a_runs_folder(stranger, monkeypat
     takes(config(stranger, env={"type": "harbor", "tasks": "embedded", "eval_tasks": "embedded"}))
 
 
+def test_a_python_beside_a_strangers_run_needs_trust(stranger, monkeypatch):
+    monkeypatch.setattr("mt_grpo.servers._BESIDE", stranger.parent / "site-packages")
+    (stranger / "metrics.jsonl").touch()
+    (stranger / ".venv-vllm").mkdir()
+    takes(config(stranger))  # the one of the current folder is used
+    monkeypatch.chdir(stranger)
+    asks(config(stranger), "`.venv-vllm`, whose Python starts servers")
+
+
 @pytest.mark.parametrize("records", [True, False])
 def test_code_beside_a_strangers_run_needs_trust_confirmation(stranger, monkeypatch, records):
     """As where an archive with both was unpacked here."""
