@@ -49,7 +49,11 @@ def left() -> dict[str, int]:
             "networks": ("network", "ls", "--quiet"),
         }.items()
     }
-    found["processes"] = sum(each.info["name"] in PROGRAMS for each in psutil.process_iter(["name"]))
+    running = [each.info for each in psutil.process_iter(["name", "status"])]
+    found["processes"] = sum(
+        each["name"] in PROGRAMS and each["status"] != psutil.STATUS_ZOMBIE  # that has ended
+        for each in running
+    )
     return found
 
 
