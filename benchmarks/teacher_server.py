@@ -38,6 +38,7 @@ class Reader(ServerTeacher):
     def __init__(self, seconds: float) -> None:
         self._seconds, self._one, self._top = seconds, threading.Lock(), 0
         self._places, self._asked = ConcurrencyLimit(32), {}
+        self._first_probe = self._probe()
 
     def _ask(self, ids: list[int]) -> list[dict[int, float]]:
         with self._one:

@@ -181,7 +181,7 @@ class ServerTeacher:
             if longest is None:
                 raise ConfigError(f"The teacher's server at {url} does not say its context (`max_model_len`).")
             self.positions = longest - 1  # a token is sampled after what it reads
-            self._first_probe = self._probe(self._ask(_PROBE))
+            self._first_probe = self._probe()
         except RequestFailed as error:
             if error.unreachable:
                 raise ConfigError(
@@ -195,9 +195,8 @@ class ServerTeacher:
     def _ask(self, ids: list[int]) -> list[dict[int, float]]:
         return server_likeliest(self._server, self._model, ids, self._top)
 
-    @staticmethod
-    def _probe(answer: list[dict[int, float]]) -> list[float]:
-        return [logprobs[token] for token, logprobs in zip(_PROBE[1:], answer, strict=True)]
+    def _probe(self) -> list[float]:
+        return [logprobs[token] for token, logprobs in zip(_PROBE[1:], self._ask(_PROBE), strict=True)]
 
     async def _answer(self, ids: list[int]) -> Any:
         async with self._places:
@@ -238,7 +237,7 @@ class ServerTeacher:
 
         try:
             answers = run(answers_of_all())
-            again = self._probe(self._ask(_PROBE))
+            again = self._probe()
         except RequestFailed as error:
             raise ServerGoneError(
                 f"The teacher's server does not read a conversation: {error} Start it again, or name `model` alone."

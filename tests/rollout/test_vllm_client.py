@@ -328,7 +328,7 @@ async def test_weights_that_never_arrive_are_not_sent_for_ever(tokenizer, start,
     monkeypatch.setattr("mt_grpo.servers.fleet.POLL", 0.01)
     restored = []
     server = start(lambda number, body: completion(5, fingerprint=str(number)), version="default")
-    async with connected(tokenizer, server, weight_version=7) as client:
+    async with connected(tokenizer, server, weight_version=7, server_timeout=5) as client:
         client.restore = restored.append
         await client.generate([1], SAMPLING, "a")
         with pytest.raises(ServerGoneError, match="took the weights 3 times and still says that it has others"):
