@@ -238,32 +238,45 @@ def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
 
 def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None) -> float | None:
     """
-    The share of an outcome's advantage that reaches the first turn, in that of the turn that gets most: the mean over
-    conversations of `_FEWEST_TURNS` turns or more. With a discount γ and K turns it is about γ^(K − 1). The outcome is
-    made up, 1 for every second member of a group: those of a first policy are often all the same, and where nearly all
-    are, even an unbiased rule gives a turn more that few members reach. `None` where there is no outcome reward.
+    The share of an outcome's advantage that reaches the first turn, in that of the turn that gets most. With a
+    discount γ and K turns it is γ^(K − 1). The outcome is made up, 1 for every second member of a group, since those
+    of a first policy are often all the same; and so are conversations of `long_length` turns, since of unequal ones
+    even an unbiased rule gives a turn more that few members reach. `None` where there are none, or no outcome reward.
     """
-    streams = batch.outcome_streams
-    if streams is not None and not len(streams):
+    length = long_length(batch)
+    if length is None or batch.outcome_streams is not None and not len(batch.outcome_streams):
         return None
     _, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards="group")
     # without a scale, what an outcome adds is told by itself
     scale: Scale = "none" if "scale_rewards" in options else "group"
-
-    def advantages(outcomes: Tensor) -> Tensor:
-        rewards = replace(batch, outcome_rewards=outcomes)
-        if streams is not None and batch.turn_streams is not None:
-            ones = torch.ones(len(batch.turn_streams) + len(streams), dtype=torch.double, device=outcomes.device)
-            rewards = replace(rewards, outcome_streams=outcomes.expand_as(streams), stream_weights=ones)
-        with torch.random.fork_rng(devices=[outcomes.device] if outcomes.is_cuda else []):
-            return estimate(rule, rewards, turn_coef=turn_coef, scale_rewards=scale).double()
-
-    members = torch.arange(len(batch.turn_mask), device=batch.turn_mask.device) % batch.group_size
-    outcomes = (members % 2).to(batch.outcome_rewards.dtype)
-    changed = (advantages(outcomes) - advantages(0 * outcomes)).abs()
-    reached = changed[batch.turn_mask.sum(dim=1) >= _FEWEST_TURNS]
-    most = reached.amax(dim=1).sum().item() if len(reached) else 0.0
+    places = torch.arange(batch.turn_mask.shape[1], device=batch.turn_mask.device).expand_as(batch.turn_mask)
+    members = torch.arange(len(places), device=places.device) % batch.group_size
+    exists, outcomes = places < length, (members % 2).to(batch.outcome_rewards.dtype)
+    turns = torch.zeros_like(batch.turn_rewards).masked_fill(~exists, torch.nan)
+    made_up = replace(
+        batch,
+        turn_rewards=turns,
+        outcome_rewards=outcomes,
+        turn_mask=exists,
+        result_mask=exists,
+        state_ids=None if batch.state_ids is None else places.to(batch.state_ids.dtype),
+        state_scores=None if batch.state_scores is None else turns.to(batch.state_scores.dtype),
+        turn_streams=turns[None],
+        outcome_streams=outcomes[None],
+        stream_weights=torch.ones(2, dtype=torch.double, device=places.device),
+        names=(),
+    )
+    with torch.random.fork_rng(devices=[places.device] if places.is_cuda else []):
+        reached = estimate(rule, made_up, turn_coef=turn_coef, scale_rewards=scale).double().abs()
+    most = reached.amax(dim=1).sum().item()
     return reached[:, 0].sum().item() / most if most > 0 else None
+
+
+def long_length(batch: RewardBatch) -> int | None:
+    """The mean length of conversations of `_FEWEST_TURNS` turns or more; `None` where there are none."""
+    lengths = batch.turn_mask.sum(dim=1)
+    long = lengths[lengths >= _FEWEST_TURNS].double()
+    return round(long.mean().item()) if len(long) else None
 
 
 def scale_ratio(

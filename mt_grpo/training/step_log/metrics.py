@@ -16,7 +16,7 @@ from accelerate.utils import gather, gather_object
 from torch import Tensor, nn
 
 from mt_grpo.credit import RewardBatch, Rule, bias_of_turn_coef, bind_rule, mt_grpo, rule_name, sums_turns
-from mt_grpo.credit.audit import outcome_at_first_turn, pull_apart, scale_ratio
+from mt_grpo.credit.audit import long_length, outcome_at_first_turn, pull_apart, scale_ratio
 from mt_grpo.rewards import RewardFunc, StateScore, TurnReward, score_cut
 from mt_grpo.runlog.findings import Counts, find, why_equal
 from mt_grpo.training.config import MTGRPOConfig
@@ -551,12 +551,10 @@ def _says_lost(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> str | No
     share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
     if share is None or share >= _LOST:
         return None
-    lengths = rewards.turn_mask.sum(dim=1).double()
-    turns = lengths[lengths > 0].mean().item()
     return (
         f"`{rule_name(rule)}` gives the first turn {share:.2%} of what it gives the turn that gets most for the "
-        f"outcome, in conversations of {turns:.0f} turns: what an early turn decides is hardly learnt from the "
-        f"outcome. Take {_KEEPS_PROPORTIONS}."
+        f"outcome, in conversations of {long_length(rewards)} turns: what an early turn decides is hardly learnt from "
+        f"the outcome. Take {_KEEPS_PROPORTIONS}."
     )
 
 
