@@ -308,7 +308,7 @@ def test_few_long_conversations_are_no_lost_outcome(rule):
     assert found is not None and found > 0.5
 
 
-def test_a_discount_loses_the_outcome_where_most_conversations_are_short():
+def test_a_discount_loses_the_outcome_if_few_are_long():
     exists = torch.arange(12) < torch.tensor([1, 1, 1, 2, 5, 6, 7, 12])[:, None]
     batch = RewardBatch(torch.where(exists, 0.0, NONE), torch.zeros(8), exists, exists, 8)
     assert outcome_at_first_turn({"name": "gtpo", "gamma": 0.5}, batch) == pytest.approx(0.5**7)
