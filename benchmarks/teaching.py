@@ -5,13 +5,12 @@ Does a teacher on every token help where only the outcome pays? See reports/teac
     python benchmarks/teaching.py --quick    # one seed of few steps; writes nothing
     python benchmarks/teaching.py --report   # the tables alone, from benchmarks/results/teaching.json
 
-Every run (task, arm, seed) leaves a file in `runs/teaching` and is skipped where that is there.
+Every run (task, arm, seed) leaves a file in `runs/teaching`. What the results have is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from ablation import RECIPE, begin
 from ablation_report import difference
 from common import RESULTS
 from designs_report import write_page
-from jobs import PATIENCE, finished, run_all, write_rows
+from jobs import PATIENCE, finished, keep, missing, rows_of, run_all
 from success_task import Chance, Succeeded
 from teaching_task import Attempt, hinted_rows, warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
@@ -318,7 +317,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="run nothing, and read committed results")
     parser.add_argument("--quick", action="store_true", help="one seed of few steps; writes no results")
-    parser.add_argument("--so-far", action="store_true", help="run nothing, and write what has run")
     parser.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS], help="(both)")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where runs leave files (runs/teaching)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"from 1 to this number ({SEEDS})")
@@ -329,15 +327,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         given = [job for job in jobs(options.tasks, 1) if job.arm in (ALONE, "sibling 0.1", "teacher 0.3")]
         with tempfile.TemporaryDirectory() as folder:
             return print(text(results(given, plan, Path(folder), workers=0, warm_steps=2)))
-    if options.report:
-        found = json.loads(RESULT.read_text())["rows"]
-    else:
-        given = jobs(options.tasks, options.seeds)
-        if options.so_far:
-            found = finished(given, options.folder, plan=_settings(Plan()))
-        else:
-            found = results(given, Plan(), options.folder, options.workers)
-        write_rows(RESULT, found, plan=_settings(Plan()))
+    if not options.report:
+        plan, whole, known = _settings(Plan()), jobs([*TASKS], SEEDS), rows_of(RESULT)
+        try:
+            results(missing(jobs(options.tasks, options.seeds), known), Plan(), options.folder, options.workers)
+        finally:
+            keep(RESULT, whole, known, finished(whole, options.folder, plan=plan), plan=plan)
+    found = rows_of(RESULT)
     write_page(text(found), "teaching.md")
     print(text(found))
 
