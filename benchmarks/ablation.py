@@ -25,7 +25,7 @@ from common import RESULTS
 from jobs import PATIENCE, finished, keep, missing, prepare, rows_of, run_all
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.app.train import measure, summarise, write_json
 from mt_grpo.data.embedded.tool import search

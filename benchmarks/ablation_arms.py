@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, reward_to_go
-from mt_grpo.credit.batch import Scale
+from mt_grpo.credit.rule import Scale
 from mt_grpo.data import load_rows
 from mt_grpo.data.embedded.corpus import problems
 from mt_grpo.rewards import TurnReward

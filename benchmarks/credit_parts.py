@@ -26,7 +26,7 @@ import torch
 from common import write
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.data import load_rows
 from mt_grpo.training import step_log, trainer

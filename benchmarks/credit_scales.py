@@ -26,7 +26,7 @@ from support.exact_gradients import Measurement, Process, measure, sample
 from torch import Tensor
 
 from mt_grpo.credit import Rule, rule_label
-from mt_grpo.credit.batch import Scale
+from mt_grpo.credit.rule import Scale
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

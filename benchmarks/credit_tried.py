@@ -16,7 +16,7 @@ from support.exact_gradients import Measurement, Process, sample
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, rule_label, rule_name
-from mt_grpo.credit.batch import EPSILON, Scale, centre, largest_deviation, to_go
+from mt_grpo.credit.rule import EPSILON, Scale, centre, largest_deviation, to_go
 from mt_grpo.credit.rules import _gae, _group_values, _with_outcome
 
 

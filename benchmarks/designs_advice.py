@@ -37,7 +37,7 @@ from designs_toy import (
 )
 
 from mt_grpo.advisor.measure import compare
-from mt_grpo.credit.batch import Scale
+from mt_grpo.credit.rule import Scale
 
 GROUPS, DRAWS, NEAR, STEP = 48, 10, 0.05, 6
 SEEDS, HELD_OUT_DRAWS = 4, 4

@@ -45,7 +45,7 @@ class Heard(logging.Handler):
 def heard(design: str, arm: str, model: Path) -> list[str]:
     """The kinds of sentences that a run says, in their order."""
     handler = Heard()
-    logger = logging.getLogger("mt_grpo.training.step_log.metrics")
+    logger = logging.getLogger("mt_grpo.training.step_log.warnings")
     logger.addHandler(handler)
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from designs_report import ARMS, Arm, write_page
 from torch import Tensor
 
 from mt_grpo.credit import RewardBatch, bind_rule
-from mt_grpo.credit.batch import largest_deviation, to_go
+from mt_grpo.credit.rule import largest_deviation, to_go
 
 RESULT = RESULTS / "designs_toy.json"
 TURNS, SHAPINGS, GROUPS, RATES = (8, 16, 32), (0.02, 0.1), (6, 24), (0.025, 0.05, 0.1)

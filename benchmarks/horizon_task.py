@@ -38,7 +38,7 @@ from transformers import (
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.credit import RewardBatch, Rule, advantage_estimator, reward_to_go
-from mt_grpo.credit.batch import Scale
+from mt_grpo.credit.rule import Scale
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.envs.protocols import ParsedTurn
 from mt_grpo.rewards import AnswerLogprob, OutcomeReward, TurnReward

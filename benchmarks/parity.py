@@ -26,8 +26,7 @@ from rich.table import Table
 from server import read, serve
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, ProgressCallback
 
-from mt_grpo.app.build import build_trainer
-from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.build import Recipe, build_trainer
 from mt_grpo.data import embedded
 from mt_grpo.servers.http import Server
 from mt_grpo.token_tree import TokenTree

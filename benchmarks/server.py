@@ -15,7 +15,7 @@ from processes import ended_by_sigterm
 from support.loopback import free_port
 from support.servers import ServerProcess, get, metric
 
-from mt_grpo.app.recipe import Recipe, build_recipe
+from mt_grpo.app.build import Recipe, build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.app.serve import server_command
 from mt_grpo.training.servers import GUARD

@@ -29,7 +29,7 @@ from jobs import PATIENCE, Row, finished, prepare, run_all, write_rows
 from staleness_report import START, draw, text, write_page
 from transformers import PrinterCallback, ProgressCallback
 
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.app.train import measure, summarise, write_json
 from mt_grpo.concurrency import run

@@ -41,7 +41,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mt_grpo.credit import RewardBatch, advantage_estimator, estimate
-from mt_grpo.credit.batch import Scale
+from mt_grpo.credit.rule import Scale
 from mt_grpo.envs.env import Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward, StateScore

@@ -20,9 +20,8 @@ from typing import Any
 
 from common import build_tokenizer, write
 
-from mt_grpo.concurrency import run
+from mt_grpo.concurrency import ConcurrencyLimit, run
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines import ScriptedEngine
 from mt_grpo.training.teacher import ServerTeacher

@@ -30,7 +30,7 @@ from teaching_task import Attempt, hinted_rows, warm_start
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.app.train import write_json
 from mt_grpo.data import load_rows

@@ -28,7 +28,7 @@ from mt_grpo.preemption import PreemptedError, leave, listening
 from mt_grpo.trajectory import visible
 
 if TYPE_CHECKING:
-    from mt_grpo.app.recipe import Recipe
+    from mt_grpo.app.build import Recipe
 
 COMMANDS = {
     "train": ("train an agent", "mt_grpo.cli:_train"),
@@ -269,12 +269,12 @@ def _serve(arguments: list[str]) -> int:
 def _chat(arguments: list[str]) -> int:
     """`mt-grpo chat`: talks with an agent."""
     request = _read(arguments, "chat")
-    return _load_quietly("app.chat").chat(_trained(request), request.own["server"])
+    return _load_quietly("app.serve").chat(_trained(request), request.own["server"])
 
 
 def _trained(request: Request) -> Recipe:
     """The recipe of a request; of a run with the model that it trained."""
-    from mt_grpo.app.recipe import build_recipe
+    from mt_grpo.app.build import build_recipe
     from mt_grpo.training.checkpoint import find_trained
 
     recipe = build_recipe(request)
@@ -313,7 +313,7 @@ def _schema(arguments: list[str]) -> int:
     """`mt-grpo schema`: prints the schema of the installed libraries."""
     if arguments:
         raise ConfigError(f"`mt-grpo schema` takes no arguments, and {arguments[0]!r} is given.")
-    from mt_grpo.app.recipe import build_schema
+    from mt_grpo.app.build import build_schema
 
     print(json.dumps(build_schema(), indent=1))
     return 0
@@ -327,12 +327,12 @@ def _console(quiet: bool = False):
 
 def _prepare(request: Request, trains: bool = True, writes: bool = True):
     """The trainer of a recipe and its resolved options."""
-    build, recipes = _load("app.build"), _load("app.recipe")
+    build = _load("app.build")
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():  # a bar in a file is a heap of lines
         disable_progress_bar()
-    recipe = recipes.build_recipe(request)
+    recipe = build.build_recipe(request)
     resolved = recipe.resolved()
     trainer = build.build_trainer(recipe, trains, writes)
     disable_progress_bar()  # a run has a bar of its own

@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
-from mt_grpo.concurrency import in_thread
+from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.errors import ConfigError, RemoteError, defined_at, describe_error, find_fault
-from mt_grpo.limits import ConcurrencyLimit
 
 _STARTS_WITHIN = 120.0  # seconds in which a process must have loaded its functions
 

@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
     "token_tree": ["test_trajectory.py", "rollout/test_branching.py", "rollout/test_token_row.py", "forward"],
     "credit/rule": ["credit"],
-    "credit/batch": ["credit"],
     "credit/rules": ["credit"],
     "forward/packing": ["forward"],
     "rollout/policy": ["rollout"],

@@ -37,7 +37,7 @@ from support.replicas import Replica  # noqa: E402
 from support.trainers import SEARCH, trainer_builder  # noqa: E402
 from support.upstreams import client_of, completion, upstream  # noqa: E402
 
-from mt_grpo.app.recipe import build_recipe  # noqa: E402
+from mt_grpo.app.build import build_recipe  # noqa: E402
 from mt_grpo.app.request import read_request  # noqa: E402
 from mt_grpo.envs import MultiTurnToolEnv  # noqa: E402
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams  # noqa: E402

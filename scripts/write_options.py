@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from mt_grpo.app.build import build_schema
 from mt_grpo.app.commands import fill_tables
-from mt_grpo.app.recipe import build_schema
 from mt_grpo.app.schema import SHIPPED
 from mt_grpo.doctor.suggest import fill_numbers
 

@@ -12,7 +12,7 @@ import pytest
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from mt_grpo.app import commands as help
-from mt_grpo.app.recipe import MTGRPOScriptArguments, build_schema
+from mt_grpo.app.build import MTGRPOScriptArguments, build_schema
 from mt_grpo.app.schema import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import FORWARDS

@@ -65,7 +65,7 @@ def test_type_checkers_see_every_export():
 QUICKSTART = """
 import sys
 from mt_grpo.app.build import build_trainer
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
 
 options = ["--dataset_train_split", "train[:8]", "--output_dir", sys.argv[1]]

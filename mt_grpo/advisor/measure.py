@@ -35,7 +35,7 @@ from mt_grpo.credit import (
     whole_rule,
 )
 from mt_grpo.credit.audit import outcome_at_first_turn
-from mt_grpo.credit.batch import MissingField, Scale
+from mt_grpo.credit.rule import MissingField, Scale
 from mt_grpo.errors import MISREAD, UserError, libraries_may_refuse
 from mt_grpo.forward import SIZE, TurnGradients
 from mt_grpo.forward.lm_head import Truncation

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
+import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import datasets
 import yaml
 from datasets import Dataset, IterableDataset
+from pydantic import TypeAdapter
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -22,9 +28,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from trl import get_peft_config, get_quantization_config
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.request import Request
 from mt_grpo.data import between_rates, check_apart, load_rows
 from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
@@ -34,21 +40,180 @@ from mt_grpo.errors import MISREAD, ConfigError, describe_error, libraries_may_r
 from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.media import decoded, read_messages
-from mt_grpo.options.values import brings_rows
+from mt_grpo.options.table import OF_LIBRARIES, DataOptions, Option, options_of, with_options_in_docstring
+from mt_grpo.options.values import (
+    brings_rows,
+    parse_dataset_filter,
+    parse_eval_datasets,
+    parse_mapping,
+    refuse_unknown,
+)
+from mt_grpo.rewards import REWARDS
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.endpoint import ChatEndpoint
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.tools.function import cut
+from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training.checkpoint import adapter_settings, batch_options, check_adapter, check_checkpoint, resume_point
 from mt_grpo.training.columns import Rows, check_rows_suffice, with_column_media
-from mt_grpo.training.config import MTGRPOConfig, changed
+from mt_grpo.training.config import MTGRPOConfig, changed, registered_names
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.model import resolve_base, resolve_model, source_options, subfolder_of, tokenizer_in
 from mt_grpo.training.preflight import check_batch_sizes, check_folder, check_surroundings
 from mt_grpo.training.reward_batch import refuse_scorers
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Row, visible
+
+
+@with_options_in_docstring
+@dataclass
+class MTGRPOScriptArguments(DataOptions, ScriptArguments):
+    """TRL's script arguments; `dataset_name` is `embedded`, `triviaqa`, `gsm8k`, a file, a folder or a Hub id."""
+
+
+@dataclass
+class Recipe:
+    """A recipe and its command line, parsed."""
+
+    script: MTGRPOScriptArguments
+    training: MTGRPOConfig
+    model: ModelConfig
+
+    def init_options(self) -> dict[str, Any]:
+        """The options with which the model is loaded."""
+        model = self.model
+        named = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
+        return {**named, "dtype": model.dtype, **(self.training.model_init_kwargs or {})}
+
+    def resolved(self) -> dict[str, Any]:
+        """
+        Every option with its value, as plain YAML types, secrets masked as transformers does: a recipe of the same
+        run. `generation_batch_size` follows from the others, and TRL refuses it beside `steps_per_generation`.
+        """
+        options = {**asdict(self.script), **asdict(self.model), **self.training.to_dict()}
+        del options["generation_batch_size"]
+        return json.loads(json.dumps(options, default=str))
+
+
+DATACLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)
+"""The dataclasses that hold the options of a recipe."""
+
+
+class _Parser(TrlParser):
+    """TRL's parser, whose errors are the user's to mend."""
+
+    def error(self, message: str) -> None:
+        raise ConfigError(message[0].upper() + message[1:] + ".")
+
+
+def build_recipe(request: Request) -> Recipe:
+    """The options of a request, as TRL's parser and the dataclasses take them."""
+    parser = _Parser(DATACLASSES, allow_abbrev=False)
+    known = {action.dest for action in parser._actions}
+    for key in request.recipe:
+        refuse_unknown(key, f"The key {key!r} in {request.path}", known)
+    for argument in request.arguments:
+        option = argument.split("=")[0]
+        if option.startswith("--"):
+            refuse_unknown(option, f"The option {option!r}", parser._option_string_actions)
+    parser.set_defaults_with_config(**request.recipe)
+    with libraries_may_refuse("The options do not fit together", TypeError, AttributeError, OverflowError):
+        script, training, model = parser.parse_args_into_dataclasses(request.arguments)
+    layers: Any = model.lora_target_modules
+    if isinstance(layers, str) and layers.isidentifier():  # TRL makes a pattern of whole paths of a single name
+        model.lora_target_modules = [layers]
+    script.column_mapping = _columns(script.column_mapping)
+    script.eval_datasets = parse_eval_datasets(script.eval_datasets)
+    script.dataset_filter = parse_dataset_filter(script.dataset_filter)
+    if script.eval_datasets and not training.do_eval:
+        raise ConfigError("`eval_datasets` are measured where `do_eval` is true: set it, or leave them out.")
+    return Recipe(script, training, model)
+
+
+def _columns(given: object) -> dict[str, str] | None:
+    """The columns to rename, as a recipe or a command line gives them."""
+    mapping = parse_mapping(given, "column_mapping")
+    if mapping is None:
+        return None
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in (*mapping, *mapping.values())):
+        raise ConfigError(
+            f"`column_mapping` is {given!r}: give a mapping from the wanted column to the one that is there, such as "
+            "`{prompt: question}`."
+        )
+    return mapping
+
+
+# The JSON schema that is made from the dataclasses
+
+_LIBRARIES = ("trl", "transformers")  # whose options are among those of a recipe
+
+
+def build_schema(options: Sequence[type] = DATACLASSES) -> dict[str, Any]:
+    """A JSON schema (draft 7, which editors know) of a recipe."""
+    items = {"tools": list(TOOLS), "turn_reward_funcs": list(REWARDS), "outcome_reward_funcs": list(REWARDS)}
+    actions = {action.dest: action for action in reversed(_Parser(options)._actions)}
+    properties = {}
+    for holder in options:
+        hints, ours = get_type_hints(holder), options_of(holder)
+        for field in fields(holder):
+            if field.init:
+                owner = next(base for base in holder.__mro__ if field.name in vars(base).get("__annotations__", {}))
+                described = ours.get(field.name) or OF_LIBRARIES.get(field.name, Option())
+                properties[field.name] = {
+                    **_property(field, hints[field.name], actions[field.name], described),
+                    "x-owner": "mt_grpo" if field.name in ours else owner.__module__.split(".")[0],
+                }
+    for name, known in registered_names().items():
+        properties[name]["examples"] = known
+    for name, known in items.items():
+        properties[name]["items"]["examples"] = known
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A recipe of mt-grpo",
+        "x-versions": {library: version(library) for library in _LIBRARIES},
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _property(field: Field[Any], hint: Any, action: argparse.Action, described: Option) -> dict[str, Any]:
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    default = json.loads(json.dumps(default.value if isinstance(default, enum.Enum) else default, default=str))
+    kinds, item = _types(hint)
+    flag, many = action.nargs == "?", action.nargs == "+"
+    if item == "string":  # one name stands for a list of one
+        kinds.append("string")
+    kinds += [described.also] if described.also and not item else []
+    kinds += ["null"] * (default is None) + ["boolean"] * flag
+    takes = list(dict.fromkeys(kinds))
+    texts = [described.description, *([] if field.metadata.get("help") == described.description else [action.help])]
+    option: dict[str, Any] = {
+        "description": " ".join(" ".join(filter(None, texts)).replace("%%", "%").split()),
+        "type": takes[0] if len(takes) == 1 else takes,
+        "default": default,
+    }
+    if item:
+        option["items"] = {"type": [item, described.also] if described.also else item}
+    choices = described.names or action.choices
+    if choices:
+        option["enum"] = [*choices, *([None] if "null" in takes else [])]
+    marks = {"x-flag": flag, "x-many": many, "x-group": described.group, "x-of-server": described.of_server}
+    return option | {name: value for name, value in marks.items() if value}
+
+
+def _types(hint: Any) -> tuple[list[str], str | None]:
+    """The JSON types of a type hint, and the type of its items where it may be a list."""
+    schema = TypeAdapter(hint).json_schema()
+
+    def resolved(part: dict[str, Any]) -> dict[str, Any]:
+        return schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+
+    parts = [resolved(part) for part in schema.get("anyOf", [schema])]
+    items = next((resolved(part["items"])["type"] for part in parts if "items" in part), None)
+    return list(dict.fromkeys(part.get("type", "object") for part in parts)), items
+
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +339,7 @@ def _drop_long_prompts(
 def build_trainer(
     recipe: Recipe, trains: bool = True, writes: bool = True, endpoint: ChatEndpoint | None = None
 ) -> MTGRPOEnvTrainer:
-    """
-    Everything a recipe names, checked and put together, with a line in a log about what takes long; with an
-    `endpoint`, of the model its tokenizer alone.
-    """
+    """Everything a recipe names, checked and put together; with an `endpoint` of the model its tokenizer alone."""
     doing = ["reading the data"]
 
     def note(words: str) -> None:

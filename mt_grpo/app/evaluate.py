@@ -35,8 +35,7 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from trl import ModelConfig
 
-from mt_grpo.app.build import build_trainer, load_datasets
-from mt_grpo.app.recipe import Recipe, build_recipe
+from mt_grpo.app.build import Recipe, build_recipe, build_trainer, load_datasets
 from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.data import fingerprint
@@ -144,10 +143,7 @@ class SampledModel:
 
 
 def evaluate(request: Request) -> int:
-    """
-    Samples and scores what is not there yet, writes `results.parquet` and `results.jsonl`, and prints them; 1 where
-    every conversation of a model failed.
-    """
+    """Samples and scores what is missing, writes and prints results; 1 where all conversations of a model failed."""
     own = request.own
     console = Console(soft_wrap=True, stderr=own["json"])
     generations = own["num_generations"] or request.values.get("num_generations_eval") or 1
@@ -216,10 +212,7 @@ def sample(
     console: Console,
     check: Callable[[list[Row]], object] | None = None,
 ) -> Asked:
-    """
-    Has a model say what it has not said yet. Returns the rows, which some environments bring; `check` is called with
-    the rewards before anything is sampled.
-    """
+    """Has a model say what it has not said yet; returns the rows. `check` gets the rewards before that."""
     recipe, trainer = model.recipe(request, generations), None
     resolved = recipe.resolved()
     if asked is None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.app.recipe_file import CONFIG, read_file, recipes_in
+from mt_grpo.app.recipe_file import CONFIG, check_trust, pop_variables, read_file, recipes_in
 from mt_grpo.app.schema import Schema, SchemaOption, load_schema
-from mt_grpo.app.trust import check_trust, pop_variables
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import FORMATS, check_place, did_you_mean, in_home, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
@@ -148,10 +147,7 @@ _OF_RUNS = ("serve", "chat")
 
 
 def read_words(command: str, arguments: list[str], one: str = "") -> tuple[list[str], dict[str, str]]:
-    """
-    The folders and the options of one of `WORDS`; a flag's value is empty. A command that takes one folder alone says
-    in `one` what it is.
-    """
+    """The folders and options of one of `WORDS`; a flag's value is empty. `one` says what the only folder is."""
     values, flags = WORDS[command]
     folders, options = [], {}
     words = iter(arguments)

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.evaluate import Asked, Results, SampledModel, read_prices, sample, say_usage
-from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.recipe_file import CONFIG
 from mt_grpo.app.request import Request, check_new, check_writable
 from mt_grpo.credit import RewardBatch, audit_rewards, estimate, estimate_parts, uncredited_turn_rewards
@@ -32,8 +32,8 @@ from mt_grpo.runlog.index import Table as Conversations
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row, session_number
 from mt_grpo.runlog.writer import question_of, rollout_lines
 from mt_grpo.training.reward_batch import gather_rewards
-from mt_grpo.training.step_log.metrics import says_uncredited
 from mt_grpo.training.step_log.records import as_record, part_rows, run_line
+from mt_grpo.training.step_log.warnings import says_uncredited
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Trajectory, visible
 from mt_grpo.viewer import render_trajectory
@@ -209,10 +209,7 @@ def _findings(record: dict[str, Any]) -> list[str]:
 
 
 def make_data(request: Request) -> int:
-    """
-    Has a model answer the training rows, as `mt-grpo eval` does those held out, and writes what passes in the forms
-    that TRL trains on, and how often each row was passed; 1 where there is nothing to write.
-    """
+    """Has a model answer the training rows, and writes what passes for TRL, and how often; 1 if there is nothing."""
     own, console, keep = request.own, Console(soft_wrap=True), request.own["keep"]
     if own["audit"]:
         raise ConfigError("`--audit` is for a few conversations that make no data: leave it out.")

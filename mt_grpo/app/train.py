@@ -35,7 +35,7 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.trust import needs_trust_confirmation
+from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.options.values import HAS_A_USER, env_type

@@ -11,12 +11,12 @@ from mt_grpo.credit.audit import (
     uncredited_turn_rewards,
     without_signal,
 )
-from mt_grpo.credit.batch import RewardBatch
 from mt_grpo.credit.rule import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
     Credit,
     CreditError,
+    RewardBatch,
     Rule,
     advantage_estimator,
     bind_rule,

@@ -17,8 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import EPSILON, ROUNDING, RewardBatch, Scale, centre, deviation, to_go
-from mt_grpo.credit.rule import AdvantageEstimator, Credit, Rule, bind_rule, call_rule, estimate
+from mt_grpo.credit.rule import (
+    EPSILON,
+    ROUNDING,
+    AdvantageEstimator,
+    Credit,
+    RewardBatch,
+    Rule,
+    Scale,
+    bind_rule,
+    call_rule,
+    centre,
+    deviation,
+    estimate,
+    to_go,
+)
 from mt_grpo.errors import defined_at
 
 _MOST_TURNS = 16

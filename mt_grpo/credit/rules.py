@@ -30,12 +30,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import (
+from mt_grpo.credit.rule import (
     EPSILON,
     RewardBatch,
     Scale,
     Scales,
     Share,
+    advantage_estimator,
     centre,
     deviation,
     divisor,
@@ -44,7 +45,6 @@ from mt_grpo.credit.batch import (
     to_go,
     without_rounding,
 )
-from mt_grpo.credit.rule import advantage_estimator
 
 
 @advantage_estimator("mt_grpo", sums_turns=True)

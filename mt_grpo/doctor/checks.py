@@ -17,15 +17,13 @@ import torch
 from datasets import IterableDataset
 from transformers.utils.logging import disable_progress_bar
 
-from mt_grpo.app.build import HIDDEN_TOOLS, env_of_prompt, first_rows, tools_not_in
+from mt_grpo.app.build import HIDDEN_TOOLS, build_recipe, env_of_prompt, first_rows, tools_not_in
 from mt_grpo.app.commands import MISSING, SERVER, version_of
-from mt_grpo.app.recipe import build_recipe
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.data.images import naming_rows
 from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Lines, NotKnown, RunFacts
-from mt_grpo.doctor.plan import PLAN
-from mt_grpo.doctor.probe import probe
+from mt_grpo.doctor.plan import PLAN, probe
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.tool_env import execute_calls

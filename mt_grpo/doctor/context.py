@@ -20,8 +20,7 @@ from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from trl import get_peft_config
 
-from mt_grpo.app.build import load_datasets, prompt_lengths
-from mt_grpo.app.recipe import Recipe
+from mt_grpo.app.build import Recipe, load_datasets, prompt_lengths
 from mt_grpo.app.request import Request
 from mt_grpo.data import HubUnreachable, hub_fault
 from mt_grpo.doctor import GPU

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.recipe_file import shipped
 from mt_grpo.app.request import Request, check_writable, read_request
 from mt_grpo.doctor.context import RunFacts
@@ -165,12 +165,7 @@ _ROUND = 1024  # tokens that lengths are multiples of
 
 
 def suggest(request: Request) -> Request:
-    """
-    Writes a recipe, and reads it again as a user would.
-
-    Raises:
-        ConfigError: If the file is there, or no way is known that fits the memory.
-    """
+    """Writes a recipe and reads it as a user would; `ConfigError` if the file is there, or nothing fits the memory."""
     path = in_home(request.own["suggest"])
     if os.path.exists(path):
         raise ConfigError(f"{path} is there already: give `--suggest` another file, or remove it.")

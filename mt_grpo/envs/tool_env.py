@@ -13,7 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from mt_grpo.concurrency import Future, abandon, begin, consume_exception, ended_within, in_thread
+from mt_grpo.concurrency import (
+    CallClock,
+    ConcurrencyLimit,
+    Future,
+    abandon,
+    begin,
+    consume_exception,
+    ended_within,
+    in_thread,
+)
 from mt_grpo.envs.env import Outcome, Policy, Step, StepEnv, outcome_at_end
 from mt_grpo.envs.protocols import (
     PROTOCOLS,
@@ -27,7 +36,6 @@ from mt_grpo.envs.protocols import (
 )
 from mt_grpo.errors import ConfigError, find_fault
 from mt_grpo.imports import did_you_mean
-from mt_grpo.limits import CallClock, ConcurrencyLimit
 from mt_grpo.media import has_media
 from mt_grpo.servers.env_servers import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools

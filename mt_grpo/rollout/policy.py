@@ -15,11 +15,10 @@ from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from mt_grpo.concurrency import in_thread
+from mt_grpo.concurrency import ConcurrencyLimit, in_thread
 from mt_grpo.envs.env import ConversationEnded, check_messages
 from mt_grpo.envs.protocols import CallProtocol, NativeProtocol
 from mt_grpo.errors import EngineError
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.media import (
     ConversationMedia,
     Part,

@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mt_grpo.concurrency import abandon, begin, call, in_thread, run
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, call, in_thread, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcome
 from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
 from mt_grpo.envs.tool_env import fail_unanswered
 from mt_grpo.errors import EngineError, describe_error, find_fault
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.media import MODEL_TAKES
 from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.endpoint import ChatEndpoint, EndpointPolicy

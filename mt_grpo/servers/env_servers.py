@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mt_grpo.concurrency import ConcurrencyLimit, waiting
 from mt_grpo.errors import describe_error
-from mt_grpo.limits import ConcurrencyLimit, waiting
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

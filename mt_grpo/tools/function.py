@@ -22,8 +22,8 @@ from transformers.utils.chat_template_utils import (
     parse_google_format_docstring,
 )
 
+from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError, describe_error
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.media import decode_for_model, has_media, part_text, read_parts, snapshot_parts
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, names_in, read_schema
 from mt_grpo.trajectory import Arguments, ToolSchema

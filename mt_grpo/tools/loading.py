@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError
 from mt_grpo.imports import Registry, did_you_mean, import_object
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.options.rules import unknown_tool
 from mt_grpo.options.values import is_bare, read_yaml
 from mt_grpo.processes import Processes

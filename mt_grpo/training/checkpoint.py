@@ -294,11 +294,7 @@ def check_weights_fit(folder: Path, model: torch.nn.Module) -> None:
 
 
 def load_converted(folder: Path, model: PreTrainedModel) -> bool:
-    """
-    Loads a checkpoint of a model whose weights transformers writes under other names than the model has, such as those
-    of experts and of vision-language models. The trainer of transformers would take them for another model's and leave
-    the model as it is.
-    """
+    """Loads weights whose names in files transformers changes, which its trainer would pass over; tells if it did."""
     saved = {name for file in folder.glob("model*.safetensors") for name in _shapes(file)}
     if not saved - model.state_dict().keys():
         return False
@@ -418,10 +414,7 @@ def find_trained(run: Path, checkpoint: int | None = None) -> Path:
 
 
 def set_aside(output_dir: str | Path, step: int) -> list[str]:
-    """
-    Renames checkpoints of later steps than `step`, which a run leaves behind that goes back to it, so that the latest
-    checkpoint is of the run itself. Returns their new names.
-    """
+    """Renames checkpoints of later steps than `step`, to which a run goes back, and returns their new names."""
     names = []
     for path in _checkpoints(output_dir):
         if _step(path) > step:

@@ -41,11 +41,7 @@ MEDIA_COLUMNS = (*_IMAGE_COLUMNS, *_SOUND_COLUMNS)
 
 
 def with_column_media(row: Row) -> Row:
-    """
-    A row whose prompt shows the images of its columns, and plays the sounds. As in TRL images stand before the words
-    of the first message of the user, or where the prompt has places for them, `{"type": "image"}`. Sounds do too:
-    their places are `{"type": "audio"}`.
-    """
+    """A row whose prompt has the media of its columns: in its places, or before the user's first words as in TRL."""
     try:
         messages = as_messages(row.get("prompt", _NO_PROMPT))
     except DatasetError as error:
@@ -151,10 +147,7 @@ def _with_text(message: Message) -> Message:
 def media_encoder(
     processor: PreTrainedTokenizerBase | ProcessorMixin, config: PreTrainedConfig, engine: Engine, *data: object
 ) -> MediaEncoder | None:
-    """
-    What encodes the images and sounds of a run; `None` where model, processor or engine take none. Refuses datasets
-    with images or sounds where the model cannot be shown them.
-    """
+    """What encodes the media of a run; `None` where none are taken, and `ConfigError` if a dataset has some then."""
     inside = vars(processor) if isinstance(processor, ProcessorMixin) else {}
     tokens = media_tokens(config)
     sees = IMAGE in tokens and "image_processor" in inside
@@ -220,10 +213,7 @@ _NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 def rows_of(dataset: Rows | None, source: EnvSource, args: MTGRPOConfig) -> Rows:
-    """
-    The rows to train on: the source's own where none are given. As in TRL, a single factory needs none: the
-    environment's `reset` writes the prompts.
-    """
+    """The rows to train on: those given, the source's own, or as in TRL empty prompts that a factory fills in."""
     dataset = source.rows("train") if dataset is None else dataset
     if not source.writes_prompts:
         if dataset is None:
@@ -262,10 +252,7 @@ def with_prompts(train: Rows | None, evaluated: Any, source: EnvSource, args: MT
 
 
 def _with_prompts(data: Any, source: EnvSource, name: str) -> Any:
-    """
-    A dataset, or several by name, with the column `prompt`, and images that are opened as those of tools are. Where
-    the environment writes prompts, rows may lack it.
-    """
+    """Datasets with the column `prompt`, whose images are opened as those of tools are."""
     if isinstance(data, dict):
         return {split: _with_prompts(rows, source, f"{name} {split!r}") for split, rows in data.items()}
     if data is None:
@@ -428,10 +415,7 @@ def _as_rows(data: object, name: str) -> Any:
 
 
 def _check_prompts(rows: object, name: str) -> None:
-    """
-    Refuses a dataset whose prompts are neither text nor messages, or are not there. A column has one type, so the
-    first row tells the form; the rows of a stream are not read.
-    """
+    """Refuses prompts that are no text or messages, by the first row, and rows without one; a stream is not read."""
     if not isinstance(rows, Dataset) or not len(rows):
         return
     try:

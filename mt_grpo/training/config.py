@@ -33,10 +33,7 @@ CLIP = 2.0
 
 
 def registered_names(weight_sync: str | None = None) -> dict[str, list[str]]:
-    """
-    The values of options to which plugins can add, with those that imported plugins have added. Transports are loaded
-    unless `weight_sync` is `auto`.
-    """
+    """The values of options to which plugins can add; transports are loaded unless `weight_sync` is `auto`."""
     transports = []
     if weight_sync != "auto":
         from mt_grpo.weights.transport import TRANSPORTS

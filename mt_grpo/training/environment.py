@@ -160,10 +160,7 @@ def check_env(
     tools: Sequence[Callable[..., object] | str] | None = None,
     plain: bool = False,
 ) -> EnvLike:
-    """
-    The environment of a run, or environments by name: those that the trainer was given, else those of the options.
-    Refuses an environment that contradicts the options that were set, or the rows.
-    """
+    """The environment of a run, given or described by options; refuses one that contradicts options or rows."""
     given = env is not None
     refuse_first(
         (
@@ -245,10 +242,7 @@ def _contradiction(name: str, asked: object, given: object) -> ConfigError:
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, source: EnvSource) -> None:
-    """
-    Checks that the model's template can hold the conversations of a source, as far as they are known beforehand. Under
-    the native protocol, adds TRL's response template to a tokenizer that has none.
-    """
+    """Checks that the template can hold a source's conversations; adds TRL's response template to read calls."""
     needed = source.needs_template_calls
     if needed is False:
         return

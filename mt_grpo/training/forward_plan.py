@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
 from mt_grpo.errors import ConfigError, UnsupportedModelError, refuse_first
@@ -29,7 +31,7 @@ from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow
 from mt_grpo.training.config import MTGRPOConfig
-from mt_grpo.training.rollout_batch import IMAGES, TOP, Columns, RolloutBatch, batch_trees, row_tree
+from mt_grpo.training.rollout_batch import IMAGES, TOP, Columns, RolloutBatch, batch_trees, exchange, row_tree
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,7 @@ _SEVERAL = "several"
 
 
 class Forwards:
-    """
-    The forwards of a trainer: what its plans have in common, the plans of a batch, and the proofs of them.
-
-    Attributes:
-        plan (`ForwardPlan`): What all plans have in common.
-        gave_up_trees (`bool`): Whether trees are wrong for a model, so that rows are padded, see `prove`.
-    """
+    """The forwards of a trainer: the `plan` that all have in common, the plans of a batch, and the proofs of them."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         args = trainer.args
@@ -110,10 +106,7 @@ class Forwards:
 
     @property
     def has_old_forward(self) -> bool:
-        """
-        Whether TRL computes the policy's log-probs of a batch before rewards are asked: for steps between sampling and
-        loss, and where the loss corrects for the engine's. It is the first forward without a loss that TRL asks for.
-        """
+        """Whether TRL computes a batch's log-probs before its rewards, in its first forward without a loss."""
         args = self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * self._trainer.num_iterations) == 0
         return not aligned or (self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction)
@@ -130,10 +123,7 @@ class Forwards:
     # Proofs, before a batch is trained
 
     def prove(self, length: int) -> None:
-        """
-        Proves `forward: tree` for the wrapped policy, a reference model and a teacher, once for rows of up to `length`
-        tokens, or else goes on with padded rows. Every rank calls it at the same point; in evaluation it does nothing.
-        """
+        """Proves `forward: tree` in training for rows of up to `length` tokens, or pads from now on. Collective."""
         if self._trainer.model.training and (self._trainer.args.forward == "tree" or self.gave_up_trees):
             plan = ForwardPlan(attention=self._trainer.args.tree_attention, group=self.plan.group)
             self._hold(plan, lambda model, plan, precision: prove(model, length, plan, precision))
@@ -152,10 +142,7 @@ class Forwards:
             self._hold(plan, proof)
 
     def prove_shown(self, rows: Sequence[TokenRow]) -> None:
-        """
-        Proves `forward` on a batch's shortest trajectories that show images, videos or sounds, the same ones on every
-        rank, as `prove` proves it without. This is a collective call.
-        """
+        """Proves `forward` on a batch's shortest trajectories with media, the same ones on every rank. Collective."""
         mine: dict[object, TokenRow] = {}
         for row in sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
             if any(row.mask):
@@ -224,11 +211,7 @@ def _prepare_router_loss(trainer: GRPOTrainer) -> None:
 
 
 def _sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
-    """
-    The processes that compute rows together with this one; `None` where each computes its own, or only one does. This
-    is a collective call. accelerate's `sp_size` is for rows that are cut before the model has sampled them, so the
-    group is made here.
-    """
+    """The processes that share rows with this one: accelerate's own are for rows cut before sampling. Collective."""
     size, accelerator = trainer.args.sp_size, trainer.accelerator
     config = accelerator.parallelism_config
     if config is not None and max(config.sp_size, config.cp_size, config.tp_size) > 1:
@@ -260,10 +243,7 @@ def _sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
 
 
 class _BatchScores(NamedTuple):
-    """
-    `logps` and `entropies` of a TRL batch, `(B, T)`, 0 where no token is trained, with each row's and leaf's mean
-    log-prob per token of each turn.
-    """
+    """Log-probs and entropies `(B, T)`, 0 where none is trained; the mean log-probs of each row's leaves' turns."""
 
     logps: Tensor
     entropies: Tensor
@@ -274,11 +254,7 @@ class _BatchScores(NamedTuple):
 def score_batch(
     model: nn.Module, plan: ForwardPlan, attention_mask: Tensor, width: int, batch_size: int | None = None
 ) -> _BatchScores:
-    """
-    Scores a plan whose trees are the rows of a batch, with `width` columns of completions, `batch_size` rows at a
-    time. Every call makes as many forwards on every rank, also if no log-prob is wanted, so ranks with different rows
-    stay in step.
-    """
+    """Scores a plan of a batch's rows, `batch_size` at a time; every rank makes as many forwards."""
     prompts = attention_mask[:, :-width].sum(dim=1).cpu().numpy()
     size = batch_size or len(plan.trees)
     places, found, losses, means = [], [], [], []
@@ -300,6 +276,26 @@ def score_batch(
         for values in (logps, entropies)
     )
     return _BatchScores(logps, entropies, torch.stack(losses).mean() if losses else None, means)
+
+
+def loss_of_group(
+    trainer: GRPOTrainer, model: nn.Module, inputs: Columns, loss_of: Callable[[dict[str, Any]], Tensor]
+) -> Tensor:
+    """The loss of this process's micro-batch; the processes of a group compute all of theirs together, in turn."""
+    group: SequenceGroup = trainer.forwards.plan.group
+    parts = exchange([inputs] * group.size, inputs["completion_ids"].device, group.group)
+    for part in parts:
+        part.pop("row_ids", None)  # the process that has a row takes note of it
+    parts[group.rank] = inputs
+    losses = []
+    for number, part in enumerate(parts, start=1):
+        # DDP sums gradients once, FSDP2 after each backward, so that whole gradients are not kept
+        with model.no_sync() if number < group.size and isinstance(model, DistributedDataParallel) else nullcontext():
+            loss = loss_of(part)
+            losses.append(loss.detach())
+            if number < group.size:
+                trainer.accelerator.backward(loss)  # TRL's loss is divided by the steps of accumulation already
+    return loss + (losses[group.rank] - loss.detach())
 
 
 def keep_outputs_exact(accelerator: Accelerator) -> None:
@@ -372,10 +368,7 @@ def _mend(inexact: list[str]) -> str:
 
 
 def check_importance_sampling(args: MTGRPOConfig) -> None:
-    """
-    Refuses ratios of whole trajectories between two different distributions, which vanish over many tokens, and makes
-    TRL's own check, which TRL makes only for its own client.
-    """
+    """Refuses ratios of whole trajectories between two distributions, and what TRL's own client refuses."""
     if not args.vllm_importance_sampling_correction:
         return
     inexact, mode = _inexact_options(args), str(args.vllm_importance_sampling_mode)

@@ -66,10 +66,7 @@ _EMBEDDED = {"embedded": "model", "embedded-terminal": "terminal_model"}
 
 
 def resolve_model(name: str, revision: str | None = None, subfolder: str | None = None) -> str:
-    """
-    What a model's name stands for: a folder of ours for `embedded` and `embedded-terminal`; any other name as it is,
-    once it is certain that there is such a folder, or that the Hub can be asked.
-    """
+    """Our folder of `embedded` or `embedded-terminal`; else the name, if it is there or the Hub can be asked."""
     if name in _EMBEDDED:
         return str(Path(embedded.__file__).parent / _EMBEDDED[name])
     path = in_home(name)
@@ -157,10 +154,7 @@ def loading_options(model: str | PreTrainedModel, args: MTGRPOConfig) -> dict[st
 def open_policy(
     model: str | PreTrainedModel, args: MTGRPOConfig, quantization_config: object, peft_config: object
 ) -> dict[str, Any]:
-    """
-    What TRL's trainer takes as its model: `model`, `quantization_config` and `peft_config`. The adapter in a folder is
-    loaded on its base, with all options of loading, and trained on, whatever adapter the options describe.
-    """
+    """What TRL's trainer takes as its model; an adapter in a folder is loaded on its base, and trained on."""
     given = args.model_init_kwargs or {}
     name = resolve_model(model, given.get("revision"), subfolder_of(args)) if isinstance(model, str) else None
     settings = None if name is None else adapter_settings(name)
@@ -258,10 +252,7 @@ _REFERENCE_ADAPTER = "ref"
 
 @contextmanager
 def no_adapter_left(model: object, trainer: object) -> Iterator[None]:
-    """
-    If the trainer is refused in the block, removes what TRL added to the model: the reference of a model with an
-    adapter, and the adapter that `peft_config` describes.
-    """
+    """If the trainer is refused in the block, removes the adapters that TRL added to the model."""
     had_reference = isinstance(model, PeftModel) and _REFERENCE_ADAPTER in model.peft_config
     trained = (
         {id(each) for each in model.parameters() if each.requires_grad} if isinstance(model, nn.Module) else set()
@@ -294,10 +285,7 @@ def tokenizer_in(processing_class: Processing) -> PreTrainedTokenizerBase:
 
 
 def processing_of(model: str | PreTrainedModel, given: Processing | None, args: MTGRPOConfig) -> Processing:
-    """
-    The processor or tokenizer of a run: what is given, or else that of the model. TRL would look for it without a
-    token and in no subfolder, and cannot take one of sounds alone.
-    """
+    """The processor or tokenizer of a run, which TRL would not find everywhere, and never one of sounds."""
     if given is not None:
         return given
     name = model if isinstance(model, str) else model.config.name_or_path
@@ -330,11 +318,7 @@ def check_loss(loss: Tensor, inputs: Mapping[str, object], model: nn.Module, ste
 
 
 def check_gradient(norm: Tensor | float | None, args: MTGRPOConfig, accelerator: Accelerator, step: int) -> None:
-    """
-    Checks the norm of a gradient before the optimiser's step. In float16 a gradient may overflow, and the scaler then
-    leaves out the step. DeepSpeed steps inside the backward, so a bad gradient is found after its step, but before a
-    save. This is a collective call.
-    """
+    """Checks the norm of a gradient, but in float16, whose scaler leaves out a step that overflows. Collective."""
     if norm is None or args.fp16:  # DeepSpeed may know none
         return
     norms = gather(torch.tensor([float(norm)], device=accelerator.device))
@@ -416,10 +400,7 @@ Run = Callable[[Tensor], Any]
 
 @contextmanager
 def _layers_in_groups(model: nn.Module, size: int) -> Iterator[_Groups]:
-    """
-    Within it, a forward keeps one input for each `size` layers that follow upon each other. A layer whose input is not
-    just what the layer before it returned begins another group. Layers that are not checkpointed are left alone.
-    """
+    """A context in which a forward keeps one input for each `size` checkpointed layers that follow upon each other."""
     groups, name = _Groups(size), "_gradient_checkpointing_func"
     with ExitStack() as stack:
         for layer in model.modules() if size > 1 else ():

@@ -132,10 +132,7 @@ class PrefetchQueue:
     # Conversations
 
     def begin(self, micro: int, step: int) -> bool:
-        """
-        Begins what may begin once the weights are out with which the batch of a micro-batch is trained. Returns
-        whether that batch is in the queue.
-        """
+        """Begins what may begin now that a micro-batch's weights are out; says whether its batch is in the queue."""
         self._steps_out = [*self._steps_out, step][-self._args.max_staleness - 2 :]
         self._batches = {at: batch for at, batch in self._batches.items() if at >= micro}  # others are trained
         for at, batch in self._batches.items():
@@ -182,10 +179,7 @@ class PrefetchQueue:
         batch.sampling = BackgroundTask(sample()).start()
 
     def take(self, batch: RolloutBatch, micro: int) -> list[Trajectory]:
-        """
-        Waits for the batch that a micro-batch begins with, one that `begin` has begun. `batch` gets its conversations
-        as they end, and its `staleness`.
-        """
+        """Waits for a micro-batch's batch that `begin` has begun; `batch` gets its conversations and `staleness`."""
         prefetched = self._batches[micro]
         assert prefetched.sampling is not None
         batch.trajectories = prefetched.finished
@@ -204,10 +198,7 @@ class PrefetchQueue:
         return found
 
     def stop(self, micro: int = 0) -> None:
-        """
-        Ends the batches from a micro-batch on: their conversations that are under way, and the environments of those
-        that are finished. What a checkpoint keeps of them stays.
-        """
+        """Ends the batches from a micro-batch on, and their environments; what a checkpoint keeps of them stays."""
         ended = [batch for at, batch in self._batches.items() if at >= micro]
         for batch in ended:
             if batch.sampling is not None:
@@ -246,10 +237,7 @@ def _written(trajectory: Trajectory) -> str | None:
 
 
 def _is_judged_without_environment(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> bool:
-    """
-    Whether rewards need nothing of a conversation but its record: its environment is one of ours, which leaves nothing
-    behind that they could look at.
-    """
+    """Whether rewards need only a conversation's record: its environment, one of ours, leaves nothing behind."""
     for reward in rewards:
         if isinstance(reward, FunctionReward) and reward.takes_environments:
             if "environments" in inspect.signature(reward.function, follow_wrapped=False).parameters:
@@ -276,10 +264,7 @@ def effective_sample_size(output: Columns) -> float:
 
 
 class SmallerSteps(TrainerCallback):
-    """
-    Multiplies the learning rate of the optimiser steps that train a batch by the batch's effective share, where that
-    is below `_LEAST_SHARE`, and says so.
-    """
+    """Multiplies the learning rate of a batch's steps by its effective share, below `_LEAST_SHARE`, and says so."""
 
     def __init__(self) -> None:
         self._changed: list[tuple[dict[str, Any], float, float]] = []

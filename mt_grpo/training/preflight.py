@@ -151,10 +151,7 @@ Locks of this process. It must not open one again: the system lets go of a file'
 
 @contextmanager
 def locked(args: MTGRPOConfig, model: str | None = None) -> Iterator[None]:
-    """
-    Keeps other processes that train out of `output_dir` in the block; blocks may be nested. This is a collective call,
-    in which the main process locks.
-    """
+    """Keeps other processes that train out of `output_dir`; may be nested. Collective: the main process locks."""
     lock, refusal, path = None, None, Path(args.output_dir, LOCK).resolve()
     if args.process_index == 0 and path not in _held:
         try:

@@ -53,10 +53,7 @@ class _NoEngine:
 
 
 class Replay:
-    """
-    The generation batches of a run, as its folder has them. The n-th batch that a trainer asks for is the n-th that
-    the run sampled, whatever was learnt in between.
-    """
+    """The generation batches of a run: the n-th that a trainer asks for is the n-th that the run sampled."""
 
     def __init__(self, args: MTGRPOConfig) -> None:
         assert args.replay is not None

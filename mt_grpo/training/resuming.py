@@ -33,7 +33,6 @@ from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.heartbeat import Heartbeat, Silence
 from mt_grpo.runlog.schema import FOLDER
-from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import (
     BEST,
     MADE_WITH,
@@ -58,7 +57,7 @@ from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
 from mt_grpo.training.rollout_batch import Columns
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog, serving
-from mt_grpo.training.step_log.records import versions
+from mt_grpo.training.step_log.records import versions, write_card
 from mt_grpo.training.teacher import TeacherWeights
 from mt_grpo.trajectory import Row
 
@@ -75,10 +74,7 @@ logger = logging.getLogger(__name__)
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """
-    The options of an optimizer's groups: what its class takes, and the rates. Groups of some optimizers also hold what
-    these count, such as the steps of those without a schedule.
-    """
+    """The options of an optimizer's groups, rates among them, without what some optimizers count in there."""
     plain = optimizer
     while hasattr(plain, "optimizer"):  # accelerate and DeepSpeed wrap it
         plain = plain.optimizer
@@ -116,10 +112,7 @@ def _take_given(
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """
-    Transformers', which of several evaluation sets looks at the one that `metric_for_best_model` is of, and after a
-    resume goes on counting.
-    """
+    """Transformers' for that evaluation set of several which `metric_for_best_model` is of; a resume counts on."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         """Takes the evaluations without a better one from the checkpoint."""
@@ -135,10 +128,7 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 class ResumableTrainer(GRPOTrainer):
-    """
-    TRL's trainer, with checkpoints that are whole or absent and hold the conversations that wait to be trained.
-    `MTGRPOEnvTrainer` sets its attributes.
-    """
+    """TRL's trainer with checkpoints that are whole or absent. `MTGRPOEnvTrainer` sets its attributes."""
 
     args: MTGRPOConfig
     env: EnvLike

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl import GRPOTrainer
 
 from mt_grpo.credit import RewardBatch, without_signal
-from mt_grpo.credit.batch import minus_group_min, to_go
+from mt_grpo.credit.rule import minus_group_min, to_go
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.forward.model import ForwardPlan, score
@@ -282,11 +282,7 @@ def _sum_present(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class ModelReward(FunctionReward):
-    """
-    The logit of a sequence classifier with one label for the whole conversation. It reads texts where prompts are
-    text, else the conversation in the reward model's own chat template. TRL's trainer loads the model and its
-    tokenizer, and places it on the device; `use` takes them from there.
-    """
+    """The logit of a sequence classifier with one label for a conversation; `use` takes it from TRL, who loads it."""
 
     collective = True
 

@@ -1,10 +1,13 @@
 """
-One batch as it passes through the methods that TRL calls: the rows that are sampled, and the columns that are trained.
+One batch as it passes through the methods that TRL calls: the rows that are sampled, the columns that are trained, and
+how these are dealt out to micro-batches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import io
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather
 from datasets import Dataset, IterableDataset
@@ -23,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.concurrency import in_waiting_thread, run
 from mt_grpo.credit import Credit, RewardBatch, without_signal
 from mt_grpo.envs.source import close_environments
-from mt_grpo.forward.packing import FlatTree
+from mt_grpo.forward.packing import FlatTree, unique_tokens
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.media import media_to_digests, part_text
 from mt_grpo.rewards import Scores, completion_ids, spread
@@ -173,10 +177,7 @@ class RolloutBatch:
         return running.result()
 
     def requests(self, first: int, moment: tuple[int, ...], seed: int) -> list[RolloutRequest]:
-        """
-        The conversations to run. `first` is the first row's number among those of all processes. The run's `seed` and
-        the `moment` of the run decide what is drawn.
-        """
+        """The conversations to run, from row `first` of all processes on; `seed` and `moment` decide what is drawn."""
         requests = []
         moment = (*moment, self.attempt) if self.attempt else moment
         for number, (row, fills) in enumerate(zip(self.rows, self.fills, strict=True), first):
@@ -361,10 +362,7 @@ their log-probs; NaN where a teacher did not read.
 
 
 def token_columns(rows: list[TokenRow], output: Columns) -> Columns:
-    """
-    What a batch of TRL's needs for our forward besides its ids, as tensors that are padded as its own `(B, T)` and
-    `(B, P)` are. Not every batch has a `parent`, `routes` or images.
-    """
+    """What our forward needs besides TRL's ids, padded as these; `parent`, `routes`, images only if there are some."""
     prompts, completions = output["prompt_ids"], output["completion_ids"]
     columns: Columns = {"turn_ids": _padded([row.turns for row in rows], completions)}
     if any(row.parent != list(range(-1, len(row.ids) - 1)) for row in rows):
@@ -433,3 +431,151 @@ def batch_trees(columns: Columns) -> list[FlatTree]:
             routes = np.concatenate([arrays["prompt_routes"][row][known], arrays["routes"][row][:size]])
         trees.append(FlatTree(np.r_[prompt, completion], turns, parent, routes))
     return trees
+
+
+# Which process trains which rows in which micro-batch, so that none waits long for another
+
+
+def rebalance(batches: Sequence[Columns], group_size: int) -> list[Columns]:
+    """
+    Distributes the rows of all ranks over micro-batches again: a group's in one, where they share their prompt, with
+    about as many unique tokens in each. Every rank keeps its number of rows and micro-batches. Columns move only if
+    micro-batches hold whole groups, or a group whole micro-batches.
+    """
+    state = PartialState()
+    size = len(batches[0]["group_ids"])
+    rows: Columns = {
+        key: torch.cat([batch[key] for batch in batches])
+        for key, value in batches[0].items()
+        if isinstance(value, Tensor) and value.dim()
+    }
+    images = [row for batch in batches for row in batch.get(IMAGES) or [{}] * size]
+    if any(images):
+        rows[IMAGES] = images
+    order = rows["group_ids"].argsort(stable=True)
+    if size % group_size and group_size % size:
+        mine = [_take(rows, order)]
+    else:
+        pieces = [_take(rows, part) for part in order.split(min(size, group_size))]
+        tokens = [unique_tokens(batch_trees(piece)) for piece in pieces]
+        weights = gather(torch.tensor(tokens, device=order.device)).tolist()
+        plan = _assign(weights, state.num_processes, len(batches))
+        first = state.process_index * len(pieces)
+        parcels: list[dict[int, Columns]] = [
+            {piece: pieces[piece - first] for step in plan for piece in step[rank] if 0 <= piece - first < len(pieces)}
+            for rank in range(state.num_processes)
+        ]
+        received = {piece: part for parcel in exchange(parcels, order.device) for piece, part in parcel.items()}
+        mine = [received[piece] for step in plan for piece in step[state.process_index]]
+    dealt = _join(mine)
+    rest = {key: value for key, value in batches[0].items() if key not in (*rows, IMAGES)}
+    return [
+        {**rest, **{key: value[step * size : (step + 1) * size] for key, value in dealt.items()}}
+        for step in range(len(batches))
+    ]
+
+
+def _assign(weights: Sequence[float], ranks: int, steps: int) -> list[list[list[int]]]:
+    """Assigns pieces of work to micro-steps, and within each to ranks."""
+
+    def cost(bin: list[int]) -> float:
+        return sum(weights[piece] for piece in bin)
+
+    bins = sorted(_balance(weights, ranks * steps), key=cost, reverse=True)
+    loads, plan = [0.0] * ranks, []
+    for start in range(0, len(bins), ranks):
+        step: list[list[int]] = [[]] * ranks
+        idlest = sorted(range(ranks), key=loads.__getitem__)
+        for rank, bin in zip(idlest, bins[start:], strict=False):
+            step[rank] = bin
+            loads[rank] += cost(bin)
+        plan.append(step)
+    # in the order of the prompts: long conversations must not all come in the first optimiser step
+    return sorted(plan, key=lambda step: min(map(min, step)))
+
+
+def exchange(parcels: list[Any], device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Sends `parcels[rank]` to each rank of a group; returns those for this rank, with tensors on `device`."""
+    if len(parcels) == 1:
+        return parcels
+    blobs = []
+    for parcel in parcels:
+        buffer = io.BytesIO()
+        torch.save(parcel, buffer)
+        blobs.append(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
+    sizes = torch.tensor([len(blob) for blob in blobs], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    arrived = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(arrived, torch.cat(blobs).to(device), coming.tolist(), sizes.tolist(), group)
+    return [
+        torch.load(io.BytesIO(part.numpy().tobytes()), map_location=device, weights_only=True)
+        for part in arrived.cpu().split(coming.tolist())
+    ]
+
+
+def _take(rows: Columns, index: Tensor) -> Columns:
+    """Takes some rows, without padding that none of them needs."""
+    prompt = int(rows["prompt_mask"][index].sum(dim=1).max())
+    completion = int(rows["completion_mask"][index].sum(dim=1).max())
+    taken: Columns = {}
+    for key, value in rows.items():
+        if key == IMAGES:
+            taken[key] = [value[row] for row in index.tolist()]
+            continue
+        part = value[index]
+        if key.startswith("prompt_"):
+            part = part[:, part.size(1) - prompt :].clone()
+        elif value.shape[:2] == rows["completion_ids"].shape:
+            part = part[:, :completion].clone()
+        taken[key] = part
+    return taken
+
+
+def _join(pieces: list[Columns]) -> Columns:
+    images = [row for piece in pieces for row in piece.pop(IMAGES, [{}] * len(piece["group_ids"]))]
+    if any("parent" in piece for piece in pieces):  # a rank on which no history was rewritten sent none
+        for piece in pieces:
+            chain = torch.arange(piece["completion_ids"].size(1), device=piece["completion_ids"].device) - 1
+            piece.setdefault("parent", chain.expand_as(piece["completion_ids"]))
+    for name, ids in (("prompt_routes", "prompt_ids"), ("routes", "completion_ids")):
+        sent = [piece[name] for piece in pieces if name in piece]
+        for piece in pieces if sent else []:  # a rank whose conversations all failed sent none
+            piece.setdefault(name, sent[0].new_full((*piece[ids].shape, sent[0].size(2)), NO_ROUTE))
+    # TRL pads ratios with 1, and its VESPO multiplies those of the padding too
+    fills = {"importance_sampling_ratio": 1.0, "prompt_routes": NO_ROUTE, "routes": NO_ROUTE}
+    joined: Columns = {
+        key: _stack([piece[key] for piece in pieces], key.startswith("prompt_"), fills.get(key, 0.0))
+        for key in pieces[0]
+    }
+    return {**joined, IMAGES: images} if any(images) else joined
+
+
+def _stack(parts: list[Tensor], left: bool, fill: float) -> Tensor:
+    """Stacks rows. Narrower ones are padded with `fill`, prompts on the left."""
+    if parts[0].dim() == 1:
+        return torch.cat(parts)
+    width = max(part.size(1) for part in parts)
+
+    def widened(part: Tensor) -> Tensor:
+        more = width - part.size(1)
+        return torch.nn.functional.pad(part, (*(0, 0) * (part.dim() - 2), more * left, more * (not left)), value=fill)
+
+    return torch.cat([widened(part) for part in parts])
+
+
+def _balance(weights: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Distributes items over bins of equal count, the largest to the lightest (Graham's rule with a cap)."""
+    room = -(-len(weights) // num_bins)
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0.0, bin) for bin in range(num_bins)]
+    full = len(weights) - num_bins * (room - 1)  # how many bins may hold `room` items, the rest one fewer
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        load, bin = heapq.heappop(heap)
+        while len(bins[bin]) == room - 1 and full == 0:
+            load, bin = heapq.heappop(heap)
+        full -= len(bins[bin]) == room - 1
+        bins[bin].append(item)
+        if len(bins[bin]) < room:
+            heapq.heappush(heap, (load + weights[item], bin))
+    return bins

@@ -48,11 +48,7 @@ _DRAIN = 30  # seconds that a server which is told to end gives the requests und
 
 
 def server_urls(args: MTGRPOConfig, processes: int | None = None) -> list[str]:
-    """
-    URLs of a run's servers: those of `vllm_server_base_url`, or else the one of `vllm_server_host` and
-    `vllm_server_port`. Those that a trainer starts are on this machine, on that port and the
-    ones after it.
-    """
+    """URLs of a run's servers: the named ones, or those that it starts itself, from `vllm_server_port` on."""
     if colocates(args):
         groups = (processes or args.world_size) // args.vllm_tensor_parallel_size
         return [f"http://127.0.0.1:{args.vllm_server_port + group}" for group in range(groups)]
@@ -98,10 +94,7 @@ def server_client(
 def weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], PreTrainedModel], accelerator: Accelerator
 ) -> WeightSync:
-    """
-    The sync of weights to the servers, by the transport that the options choose. A server that cannot be used, e.g.
-    because another run uses it, raises `ServerSetupError`.
-    """
+    """The sync of weights by the transport of the options; `ServerSetupError` if a server cannot be used."""
     transport = transport_of(args)
     try:
         options = transport.options(args)
@@ -116,10 +109,7 @@ def weight_sync(
 
 
 def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
-    """
-    The command that starts a server, by `.venv-vllm` if there is one, and its environment variables.
-    The key is `VLLM_API_KEY`, or made up by the server, so that no command line shows it.
-    """
+    """The command that starts a server, and its environment variables; no command line shows the key."""
     name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))
     adapter = adapter_settings(name)
     if adapter is not None:  # the server holds its base
@@ -246,10 +236,7 @@ def visible_gpus() -> list[str]:
 
 
 def cpu_defaults() -> dict[str, str]:
-    """
-    Environment variables for a server on a CPU, as far as the user did not set them. By default vLLM binds the threads
-    of every server to the same cores, where they spin, and other processes on these cores may never run.
-    """
+    """Variables of a server on a CPU that the user did not set; vLLM's threads would spin on the same cores."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -328,10 +315,7 @@ def _start_own_server(args: MTGRPOConfig, model: PreTrainedModel) -> OwnServer |
 
 
 def connect(trainer: GRPOTrainer) -> tuple[VLLMServerClient, WeightSync]:
-    """
-    The client of a trainer's servers and the sync of its weights. Servers of its own are started here, and end where
-    this fails, else with the sync. This is a collective call.
-    """
+    """The client and the sync of a trainer's servers; its own are started here, and end with the sync. Collective."""
     args, accelerator, config = trainer.args, trainer.accelerator, trainer.model.config
     client = server_client(args, trainer._tokenizer, config.name_or_path, media_tokens(config))
     own = _start_own_server(args, accelerator.unwrap_model(trainer.model)) if colocates(args) else None

@@ -22,10 +22,9 @@ from trl.distributed import DistributedBackend
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.concurrency import Task, consume_exception, in_thread, run
+from mt_grpo.concurrency import ConcurrencyLimit, Task, consume_exception, in_thread, run
 from mt_grpo.errors import MISREAD, ConfigError, ServerGoneError, libraries_may_refuse
 from mt_grpo.forward.probe import context_length
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.options.values import SELF
 from mt_grpo.runlog.files import written_whole
 from mt_grpo.servers.http import RequestFailed, Server
@@ -104,10 +103,7 @@ def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
 
 @contextmanager
 def _layers_of(model: PreTrainedModel, plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
-    """
-    A context in which FSDP shards the layers of a model that is not the policy: accelerate's plugin keeps the classes
-    of the first model that it has prepared.
-    """
+    """A context in which FSDP shards this model's layers: accelerate's plugin keeps the classes of the first model."""
     names, policy = plugin.transformer_cls_names_to_wrap, plugin.auto_wrap_policy
     plugin.transformer_cls_names_to_wrap = wrapped_layers(model) or names
     plugin.auto_wrap_policy = policy.func if isinstance(policy, partial) else policy
@@ -222,9 +218,7 @@ class ServerTeacher:
         return taken
 
     def read(self, trees: Sequence[TokenTree]) -> Found:
-        """
-        The log-probs of conversations; `ServerGoneError` where the server does not give them, or has another model.
-        """
+        """The log-probs of conversations; `ServerGoneError` where the server gives none, or has another model."""
         paths = [(number, path) for number, tree in enumerate(trees) for path in _sampled(tree)]
 
         async def answers_of_all() -> list[Any]:

@@ -43,7 +43,6 @@ from mt_grpo.training import (
     columns,
     environment,
     forward_plan,
-    microbatches,
     preflight,
     reward_batch,
     rollout_batch,
@@ -338,7 +337,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not buffered:
             if self.args.forward == "tree":
-                self._buffered_inputs = microbatches.rebalance(self._buffered_inputs, self.num_generations)
+                self._buffered_inputs = rollout_batch.rebalance(self._buffered_inputs, self.num_generations)
             if self.args.groups_without_signal != "keep":
                 rollout_batch.share_out(self._buffered_inputs, self.loss_type)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -558,7 +557,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self._steps.before(self.optimizer, inputs[STEP_FACTOR].item())
         if self.forwards.plan.group is None or not self.model.training:
             return self._loss(model, inputs, *args, **kwargs)
-        return microbatches.loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
+        return forward_plan.loss_of_group(self, model, inputs, lambda part: self._loss(model, part, *args, **kwargs))
 
     def _loss(self, model: nn.Module, inputs: Columns, *args: object, **kwargs: object) -> torch.Tensor:
         forward = self._loss_forward = _LossForward(inputs)

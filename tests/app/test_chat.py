@@ -7,7 +7,7 @@ import io
 import pytest
 import yaml
 
-from mt_grpo.app import chat
+from mt_grpo.app import serve
 from mt_grpo.rollout import ScriptedEngine
 
 ADDS = '<tool>{"name": "calculator", "args": {"expression": "2 + 3"}}</tool>'
@@ -25,7 +25,7 @@ def talks(recipe, model_folder, tokenizer, prints, monkeypatch, tmp_path):
         for file in model_folder.iterdir():
             (run / file.name).write_bytes(file.read_bytes())
         engine = ScriptedEngine(tokenizer, script)
-        monkeypatch.setattr(chat, "_local", lambda *_: engine)
+        monkeypatch.setattr(serve, "_local", lambda *_: engine)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed.encode("latin-1")), "utf-8"))
         return prints("chat", run, *options), engine
 
@@ -95,7 +95,7 @@ def test_a_person_stands_where_a_user_was_simulated(talks):
     ],
 )
 def test_what_a_person_cannot_ask_is_refused(talks, refused, monkeypatch, tmp_path, keys, options, words):
-    monkeypatch.setattr(chat, "chat", lambda *_: 0)
+    monkeypatch.setattr(serve, "chat", lambda *_: 0)
     talks("", [], **keys)
     monkeypatch.undo()
     assert words in refused("chat", tmp_path / "run", *options)

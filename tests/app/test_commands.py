@@ -19,8 +19,8 @@ from trl import ModelConfig, TrlParser
 
 from mt_grpo import __version__
 from mt_grpo.app import commands
+from mt_grpo.app.build import MTGRPOScriptArguments
 from mt_grpo.app.commands import _describe
-from mt_grpo.app.recipe import MTGRPOScriptArguments
 from mt_grpo.app.recipe_file import shipped
 from mt_grpo.app.request import OF_HOSTS
 from mt_grpo.cli import COMMANDS

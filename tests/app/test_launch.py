@@ -21,8 +21,8 @@ from support.loopback import free_port
 from support.waiting import until
 
 from mt_grpo.app import launch
+from mt_grpo.app.build import DATACLASSES
 from mt_grpo.app.launch import _status
-from mt_grpo.app.recipe import DATACLASSES
 from mt_grpo.app.request import OWN_OPTIONS
 from mt_grpo.runlog import open_run
 from mt_grpo.training.checkpoint import is_whole

@@ -20,7 +20,7 @@ from support.registered import keep, keep_estimators
 from trl import get_peft_config
 
 from mt_grpo.app import request
-from mt_grpo.app.recipe import build_schema
+from mt_grpo.app.build import build_schema
 from mt_grpo.app.recipe_file import read_file
 from mt_grpo.app.request import read_request
 from mt_grpo.app.schema import SHIPPED, load_schema

@@ -11,16 +11,16 @@ from PIL import Image
 from support.loopback import ScriptedServer, free_port
 from support.models import build_tokenizer
 
-from mt_grpo.app.recipe import build_recipe
+from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
-from mt_grpo.doctor import checks, plan, probe, step_time
+from mt_grpo.doctor import checks, plan, step_time
 from mt_grpo.doctor.checks import CHECKS, ERROR, _examine
 from mt_grpo.doctor.context import RunFacts
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.tools.mcp import McpRemote, McpTool
 
-ALL = CHECKS | plan.PLAN | {"probe": probe.probe}
+ALL = CHECKS | plan.PLAN | {"probe": plan.probe}
 
 
 class Silent(MultiTurnToolEnv):
@@ -323,7 +323,7 @@ def test_a_probe_that_does_not_fit_says_so(check, monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(probe, "_logps", fail)
+    monkeypatch.setattr(plan, "_logps", fail)
     status, words = check("probe", **SHORT)
     assert status == "fail" and "does not fit" in words and "`gradient_checkpointing: true`" in words
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1e6}))

@@ -17,11 +17,11 @@ from pydantic import BaseModel
 from support.stateful_tools import Guess, schema
 from support.waiting import until_true
 
+from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.concurrency import call as call_within
 from mt_grpo.concurrency import run as run_and_wait
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls, fail_unanswered
-from mt_grpo.limits import ConcurrencyLimit
 from mt_grpo.rewards import env_reward, step_reward
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.tools import Tool, ToolDefinitionError, load_tools, tool

@@ -8,7 +8,7 @@ from support.forests import make_tree, timestep
 
 from mt_grpo.forward.packing import FlatTree, flatten, pack, split, unique_tokens
 from mt_grpo.token_tree import TokenTree
-from mt_grpo.training.microbatches import _balance
+from mt_grpo.training.rollout_batch import _balance
 
 forests = st.lists(st.lists(timestep, max_size=4), max_size=4)
 

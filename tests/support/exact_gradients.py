@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mt_grpo.credit.batch import Scale
-from mt_grpo.credit.rule import RewardBatch, Rule, bind_rule
+from mt_grpo.credit.rule import RewardBatch, Rule, Scale, bind_rule
 
 
 class Play:

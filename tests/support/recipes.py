@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mt_grpo.app.recipe import Recipe, build_recipe
+from mt_grpo.app.build import Recipe, build_recipe
 from mt_grpo.app.request import read_request
 
 ROOT = Path(__file__).parents[2] / "recipes"

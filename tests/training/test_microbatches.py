@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 from mt_grpo.forward.media import MediumInputs
 from mt_grpo.forward.routes import NO_ROUTE
 from mt_grpo.rollout import TokenRow
-from mt_grpo.training.microbatches import _assign, rebalance
-from mt_grpo.training.rollout_batch import IMAGES, batch_trees, row_tree, token_columns
+from mt_grpo.training.rollout_batch import IMAGES, _assign, batch_trees, rebalance, row_tree, token_columns
 
 
 def batch_of(groups, start, length=2):

@@ -17,7 +17,7 @@ from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.step_log import Update, metrics
-from mt_grpo.training.step_log.metrics import CUT, STILL, _why_still, says_uncredited
+from mt_grpo.training.step_log.warnings import CUT, STILL, _why_still, says_uncredited
 
 DEFAULT = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
 ONE = {"name": "reward_to_go", "scales": "one"}
@@ -42,7 +42,7 @@ def gone_at_first(session, turn):
 
 
 def said(caplog):
-    return [record.message for record in caplog.records if record.name == "mt_grpo.training.step_log.metrics"]
+    return [record.message for record in caplog.records if record.name == "mt_grpo.training.step_log.warnings"]
 
 
 def rewarded(*outcomes, turns=(), **options):

@@ -30,7 +30,7 @@ from harbor.models.trial.paths import EnvironmentPaths
 from harbor.trial.trial import Trial
 from harbor.verifier.factory import VerifierFactory
 
-from mt_grpo.concurrency import abandon, consume_exception, in_thread
+from mt_grpo.concurrency import ConcurrencyLimit, abandon, consume_exception, in_thread
 from mt_grpo.errors import describe_error
 from mt_grpo.integrations.harbor.containers import (
     ENGINE_SECONDS,
@@ -45,7 +45,6 @@ from mt_grpo.integrations.harbor.containers import (
 )
 from mt_grpo.integrations.harbor.shell import GRACE
 from mt_grpo.integrations.openai_api.conversation import Conversation
-from mt_grpo.limits import ConcurrencyLimit
 
 _DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)  # seconds between attempts to take a container down
 _POLL = 0.5  # seconds between two looks at whether an agent works or waits, or a service is there again

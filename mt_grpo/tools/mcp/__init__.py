@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exception, in_thread
+from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exception, in_thread, waiting
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
-from mt_grpo.limits import waiting
 from mt_grpo.media import Part, read_parts
 from mt_grpo.servers.env_servers import (
     MAX_STARTING,

@@ -29,18 +29,16 @@ from mt_grpo.runlog.files import to_json
 from mt_grpo.runlog.writer import question_of
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch
-from mt_grpo.training.step_log.metrics import Metrics, Warnings
+from mt_grpo.training.step_log.metrics import Metrics
 from mt_grpo.training.step_log.records import Outputs, Records, Step, Update, as_record
+from mt_grpo.training.step_log.warnings import Warnings
 from mt_grpo.trajectory import Message, Trajectory, visible
 
 __all__ = ["Activity", "Outputs", "Step", "StepLog", "Update"]
 
 
 class Activity:
-    """
-    What the trainer waits for (`waits_for`), `forward and backward` unless it says otherwise, and for how long it has
-    waited for each thing (`seconds`), since somebody cleared that.
-    """
+    """What the trainer waits for (`waits_for`), and its seconds of waiting for each thing, since they were cleared."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -64,10 +62,7 @@ class Activity:
     def sampling(
         self, batch: RolloutBatch, under_way: Mapping[str, Trajectory], sessions: Container[str] | None = None
     ) -> Iterator[None]:
-        """
-        Conversations are sampled in the block: `batch` gets those that are finished, `under_way` has those that are
-        not, by session, of other batches too; `sessions` are the batch's, all by default.
-        """
+        """Conversations are sampled in the block: `batch` gets the finished ones, `under_way` has all others."""
         self._batch, self._under_way, self._sessions = batch, under_way, sessions
         try:
             with self.of("sampling"):
@@ -115,10 +110,7 @@ def _waits_for_tools(trajectory: Trajectory) -> bool:
 
 
 class StepLog(TrainerCallback):
-    """
-    Hands each batch, each optimiser step and what is logged to its sinks. The trainer fills in a `Step` per batch,
-    from `begin` to `take` or `Records.rescue`, and an `Update` per optimiser step.
-    """
+    """Hands each batch (`Step`), each optimiser step (`Update`) and what is logged to its sinks."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         args = self._args = trainer.args
@@ -138,10 +130,7 @@ class StepLog(TrainerCallback):
     # The trainer calls
 
     def begin(self, batch: RolloutBatch, number: int, k: int) -> Step:
-        """
-        A batch that is about to be sampled, after `number` optimiser steps. `k` is the number of a training batch
-        within its optimiser step; batches of evaluations are counted here.
-        """
+        """A batch to be sampled after `number` steps, the `k`-th of its step; evaluations count theirs here."""
         if batch.mode == "eval":
             k = self._evaluated[1] + 1 if self._evaluated[0] == number else 0
             self._evaluated = number, k
@@ -443,10 +432,7 @@ class _Gauges:
 
 @contextmanager
 def serving(address: int | str, label: str, look: Look) -> Iterator[None]:
-    """
-    Answers Prometheus within the block, at a port of this machine or `HOST:PORT`, with what `look` says at each
-    reading, in another thread. `ConfigError` if the library is missing, or the address is none or taken.
-    """
+    """Answers Prometheus in the block, at a port or `HOST:PORT`, with what `look` says at each reading."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
