@@ -16,7 +16,7 @@ from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import EngineError
 from mt_grpo.runlog.findings import Counts
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.step_log import Update, metrics
+from mt_grpo.training.step_log import Update, warnings
 from mt_grpo.training.step_log.warnings import CUT, STILL, _why_still, says_uncredited
 
 DEFAULT = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
@@ -197,7 +197,7 @@ def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said_of_it
 
 def watching(rule, folder):
     args = MTGRPOConfig(str(folder), use_cpu=True, bf16=False, advantage_estimator=rule)
-    return metrics.Warnings([Calls(), Letters()], args, [], [])
+    return warnings.Warnings([Calls(), Letters()], args, [], [])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_outcomes_that_fall_while_calls_are_paid_are_said_once(rule, take, caplo
     watch, paid = watching(rule, tmp_path), long_conversations(4, 0.1)
     watch._find_proportions(paid, paid.turn_rewards)
     caplog.clear()
-    for step in range(8 * metrics.APART):  # outcomes rise at first
+    for step in range(8 * warnings.APART):  # outcomes rise at first
         turns, outcomes = paid.turn_rewards + 0.02 * step, paid.outcome_rewards - 0.03 * abs(step - 15)
         watch._find_apart(replace(paid, turn_rewards=turns, outcome_rewards=outcomes))
     (message,) = said(caplog)
@@ -222,7 +222,7 @@ def test_outcomes_that_fall_while_calls_are_paid_are_said_once(rule, take, caplo
 
 def test_outcomes_that_rise_while_less_is_paid_are_no_fault(caplog, tmp_path):
     watch, paid = watching(None, tmp_path), long_conversations(4, 0.1)
-    for step in range(4 * metrics.APART):
+    for step in range(4 * warnings.APART):
         turns, outcomes = paid.turn_rewards - 0.02 * step, paid.outcome_rewards + 0.03 * step
         watch._find_apart(replace(paid, turn_rewards=turns, outcome_rewards=outcomes))
     assert not said(caplog)
@@ -232,7 +232,7 @@ def test_outcomes_that_rise_while_less_is_paid_are_no_fault(caplog, tmp_path):
 
 
 def test_a_gradient_that_stays_zero_is_spoken_of_once(build, caplog, monkeypatch):
-    monkeypatch.setattr(metrics, "STILL", 2)
+    monkeypatch.setattr(warnings, "STILL", 2)
     build(rewards=((Never(),), (Same(),)), max_steps=3).train()
     (message,) = [message for message in said(caplog) if "gradient" in message]
     assert message == (
