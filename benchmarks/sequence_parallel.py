@@ -25,8 +25,7 @@ from step import SHAPES, build_model, difference
 from transformers import Qwen3ForCausalLM
 
 from mt_grpo.forward.model import ForwardPlan, _score_packed, enable_trees
-from mt_grpo.forward.packing import FlatTree, Packed, pack
-from mt_grpo.forward.sequence_parallel import SequenceGroup
+from mt_grpo.forward.packing import FlatTree, Packed, SequenceGroup, pack
 
 CONVERSATIONS: dict[str, Callable[[], list[list[Row]]]] = {
     "prompt 512, 12 turns, extension holds": lambda: extension_rows(512, 1, 12),

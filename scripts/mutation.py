@@ -33,7 +33,6 @@ TESTS = {
     "credit/rules": ["credit"],
     "forward/packing": ["forward"],
     "rollout/policy": ["rollout"],
-    "rollout/transcript": ["rollout"],
     "rollout/rendering": ["rollout"],
     "weights/transport": ["weights"],
 }

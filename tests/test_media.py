@@ -35,7 +35,7 @@ from mt_grpo.media import (
 )
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines import ScriptedEngine
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.runlog.writer import Batch, RunWriter
 from mt_grpo.sounds import Sound
 from mt_grpo.tools.function import _read_result

@@ -42,7 +42,7 @@ from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import DEFAULT_RULE
 from mt_grpo.rewards import Scores
-from mt_grpo.runlog.heartbeat import Silence
+from mt_grpo.runlog.files import Silence
 from mt_grpo.training.checkpoint import adapter_settings
 from mt_grpo.training.model import resolve_base, resolve_model
 from mt_grpo.training.reward_batch import gather_rewards

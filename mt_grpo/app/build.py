@@ -52,7 +52,7 @@ from mt_grpo.rewards import REWARDS
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.endpoint import ChatEndpoint
 from mt_grpo.rollout.token_row import examine_template
-from mt_grpo.runlog.heartbeat import Silence
+from mt_grpo.runlog.files import Silence
 from mt_grpo.tools.function import cut
 from mt_grpo.tools.loading import TOOLS
 from mt_grpo.training.checkpoint import adapter_settings, batch_options, check_adapter, check_checkpoint, resume_point

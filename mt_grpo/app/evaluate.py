@@ -45,11 +45,9 @@ from mt_grpo.media import media_to_digests
 from mt_grpo.options.table import OF_ENVIRONMENT
 from mt_grpo.rollout.endpoint import ChatEndpoint
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.runlog.files import to_json, written_whole
-from mt_grpo.runlog.findings import FAILED
-from mt_grpo.runlog.heartbeat import Silence
+from mt_grpo.runlog.files import Silence, to_json, written_whole
+from mt_grpo.runlog.findings import FAILED, Estimate, bootstrap, pass_at
 from mt_grpo.runlog.index import lines_of
-from mt_grpo.runlog.intervals import Estimate, bootstrap, pass_at
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row, session_id, session_number
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.columns import Rows

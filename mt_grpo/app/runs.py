@@ -29,15 +29,14 @@ from mt_grpo.processes import belong_to_parent
 from mt_grpo.runlog import Run, files, open_run
 from mt_grpo.runlog.export import FORMS
 from mt_grpo.runlog.export import export as export_run
+from mt_grpo.runlog.findings import Estimate, bootstrap, over_steps
 from mt_grpo.runlog.index import Each, evaluated
-from mt_grpo.runlog.intervals import Estimate, bootstrap, over_steps
 from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, STATE, Row
 from mt_grpo.trajectory import visible
-from mt_grpo.viewer.columns import Columns, Condition, FilterError, compare_numbers, equal_text, parse_filter
+from mt_grpo.viewer.columns import Columns, Condition, FilterError, cached, compare_numbers, equal_text, parse_filter
 from mt_grpo.viewer.overview import CONFIG
 from mt_grpo.viewer.queries import Queries, evaluations, questions, selected
 from mt_grpo.viewer.runs import Runs, about_run
-from mt_grpo.viewer.search import cached
 from mt_grpo.viewer.server import PORT, Answers, Server
 from mt_grpo.viewer.server import export as export_page
 

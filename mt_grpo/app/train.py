@@ -44,9 +44,8 @@ from mt_grpo.rewards import RewardError, RewardFunc
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.runlog import open_run
-from mt_grpo.runlog.files import to_json, written_whole
+from mt_grpo.runlog.files import Silence, to_json, written_whole
 from mt_grpo.runlog.findings import Counts, find_in_run
-from mt_grpo.runlog.heartbeat import Silence
 from mt_grpo.training.checkpoint import latest_checkpoint, says_what_cannot_be_written
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.model import NonFiniteError

@@ -34,7 +34,7 @@ from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_row import examine_template
 from mt_grpo.servers import vllm_environment
-from mt_grpo.servers.env_servers import ServerLost, in_words
+from mt_grpo.servers.external import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.servers.start import is_free
 from mt_grpo.tools import Tool

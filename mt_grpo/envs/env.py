@@ -12,7 +12,7 @@ from mt_grpo.concurrency import call
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.errors import defined_at
 from mt_grpo.media import snapshot_parts
-from mt_grpo.servers.env_servers import EnvServerPool
+from mt_grpo.servers.external import EnvServerPool
 from mt_grpo.tools.function import check_data, finite
 from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Turn
 

@@ -14,7 +14,7 @@ from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.values import parse_user
-from mt_grpo.servers.web import BOUNDED, OpenAIEndpoint
+from mt_grpo.servers.external import BOUNDED, OpenAIEndpoint
 from mt_grpo.trajectory import Message, Row, StopReason, Turn
 
 if TYPE_CHECKING:

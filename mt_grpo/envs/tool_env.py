@@ -37,7 +37,7 @@ from mt_grpo.envs.protocols import (
 from mt_grpo.errors import ConfigError, find_fault
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import has_media
-from mt_grpo.servers.env_servers import ServerLost
+from mt_grpo.servers.external import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.function import cut, render
 from mt_grpo.tools.stateful import StatefulTool, ToolStateError

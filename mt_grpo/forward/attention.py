@@ -8,11 +8,12 @@ Attention over packed trees: which token sees which in a row, the masks for it, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.packing import Packed
-from mt_grpo.forward.sequence_parallel import SequenceGroup, Share
+from mt_grpo.forward.packing import Packed, SequenceGroup, Share
 from mt_grpo.imports import Registry
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,16 @@ class TreeLayout:
 
 CURRENT: ContextVar[TreeLayout | None] = ContextVar("tree_layout", default=None)
 """The layout of the row whose forward runs, or is computed again for its gradient."""
+
+
+@contextmanager
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A context in which a variable has a value; it decorates functions too."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 # Kernels

@@ -26,9 +26,8 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, dropout_add
 from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from mt_grpo.forward.attention import KERNELS, Chunk, Score, TreeLayout, Window, oldest
+from mt_grpo.forward.attention import KERNELS, Chunk, Score, TreeLayout, Window, holding, oldest
 from mt_grpo.forward.packing import cannot_pack
-from mt_grpo.forward.patching import holding
 
 _PREFIX = "tree_or_"
 _HARMLESS = ("position_ids", "cache_position", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.errors import ConfigError
-from mt_grpo.forward.packing import cannot_pack
-from mt_grpo.forward.patching import replaced
-from mt_grpo.forward.sequence_parallel import Labels
+from mt_grpo.forward.packing import Labels, cannot_pack
 
 _EXCLUDED = -1e4  # nats: a probability of 0 without an infinity, whose product with 0 is not a number
 
@@ -318,6 +317,21 @@ class Sampling(NamedTuple):
     truncation: Truncation | None = None
     plain: np.ndarray | None = None
     top: int = 0
+
+
+@contextmanager
+def replaced(values: dict[str, Any], name: str, value: object) -> Iterator[None]:
+    """A context in which a dictionary, such as the attributes of a module, has another value under a name."""
+    missing = name not in values
+    usual = values.get(name)
+    values[name] = value
+    try:
+        yield
+    finally:
+        if missing:
+            del values[name]
+        else:
+            values[name] = usual
 
 
 class _Returns(nn.Module):

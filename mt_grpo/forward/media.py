@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
+from mt_grpo.forward.lm_head import replaced
 from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten
-from mt_grpo.forward.patching import replaced
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of
 from mt_grpo.token_tree import TokenTree
 

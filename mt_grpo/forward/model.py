@@ -36,10 +36,9 @@ from mt_grpo.forward.media import (
     row_inputs,
     with_blank,
 )
-from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten, pack
+from mt_grpo.forward.packing import FlatTree, Packed, SequenceGroup, cannot_pack, flatten, pack
 from mt_grpo.forward.recurrence import extend_recurrence, over_tree, recurrent_layers
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
-from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import IMAGE
 from mt_grpo.token_tree import TokenTree
 

@@ -26,7 +26,6 @@ from mt_grpo.forward.interface import use_attention
 from mt_grpo.forward.media import base_model
 from mt_grpo.forward.model import DEFAULT_PLAN, ForwardPlan, Scores, score, score_turns
 from mt_grpo.forward.packing import FlatTree, flatten
-from mt_grpo.forward.patching import without_dropout
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.token_tree import TokenTree
 
@@ -201,6 +200,17 @@ def _probe_trees(vocabulary: int, depth: int) -> list[FlatTree]:
     turn(trajectory, context[:-3] + take(3))
     turn(stranger, take(size // 2))
     return [flatten(tree) for tree in trees]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A context in which a model is in evaluation mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
-from mt_grpo.forward.attention import CURRENT, TreeLayout
-from mt_grpo.forward.patching import holding, replaced
+from mt_grpo.forward.attention import CURRENT, TreeLayout, holding
+from mt_grpo.forward.lm_head import replaced
 
 _SHORT = 64
 """Chains of up to this many tokens may be in one batch. Longer ones are in one batch if none is twice as long."""

@@ -23,8 +23,7 @@ from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.options.table import Values
 from mt_grpo.servers import expand_addresses
-from mt_grpo.servers.env_servers import MAX_STARTING, EnvServerPool, Full, ServerLost, Unreachable, backoff, in_words
-from mt_grpo.servers.web import ask
+from mt_grpo.servers.external import MAX_STARTING, EnvServerPool, Full, ServerLost, Unreachable, ask, backoff, in_words
 from mt_grpo.trajectory import Row
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from jinja2 import TemplateError as TemplateFailure
 
 from mt_grpo.errors import UserError
 from mt_grpo.media import Part
-from mt_grpo.rollout.special_tokens import template_constants, unescape
+from mt_grpo.rollout.escaped_text import template_constants, unescape
 from mt_grpo.trajectory import Message, ToolSchema
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.runlog.files import whole
-from mt_grpo.servers.web import BOUNDED, OpenAIEndpoint, retry_after
+from mt_grpo.servers.external import BOUNDED, OpenAIEndpoint, retry_after
 from mt_grpo.trajectory import Message, StopReason, ToolCall, ToolSchema, Turn
 
 if TYPE_CHECKING:

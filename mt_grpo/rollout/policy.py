@@ -32,9 +32,8 @@ from mt_grpo.media import (
     read_messages,
 )
 from mt_grpo.rollout.engines import Engine, LocalEngine, MediaEngine, Sample, SamplingParams
-from mt_grpo.rollout.media import MediaEncoder
-from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.rollout.transcript import Context, History, Transcript
+from mt_grpo.rollout.escaped_text import MediaEncoder
+from mt_grpo.rollout.rendering import ChatRenderer, Context, History, Transcript
 from mt_grpo.token_tree import common_prefix
 from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Trajectory, Turn
 

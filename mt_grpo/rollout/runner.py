@@ -26,10 +26,10 @@ from mt_grpo.media import MODEL_TAKES
 from mt_grpo.options.rules import check_history
 from mt_grpo.rollout.endpoint import ChatEndpoint, EndpointPolicy
 from mt_grpo.rollout.engines import Engine, PlacingEngine, SamplingParams
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutRequest, Sampler, derive_seed
 from mt_grpo.rollout.token_row import SanityCheck, TokenRow, token_row
-from mt_grpo.servers.env_servers import Conversation
+from mt_grpo.servers.external import Conversation
 from mt_grpo.tools.function import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 

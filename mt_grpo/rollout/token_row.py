@@ -16,8 +16,8 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media
 from mt_grpo.imports import did_you_mean
 from mt_grpo.rollout.chat_template import TemplateError
+from mt_grpo.rollout.escaped_text import ESCAPE, unescape
 from mt_grpo.rollout.rendering import ChatRenderer
-from mt_grpo.rollout.special_tokens import ESCAPE, unescape
 from mt_grpo.token_tree import NO_ROUTE, TokenTree, common_prefix
 from mt_grpo.trajectory import Message, StopReason, Trajectory, Turn
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from mt_grpo.errors import ConfigError, UserError
-from mt_grpo.servers.web import WebClient
+from mt_grpo.servers.external import WebClient
 from mt_grpo.tools.loading import tool
 
 logger = logging.getLogger(__name__)

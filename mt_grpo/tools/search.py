@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 
 from mt_grpo.errors import UserError
-from mt_grpo.servers.web import WebClient, retry_after
+from mt_grpo.servers.external import WebClient, retry_after
 from mt_grpo.tools.loading import tool
 
 _NO_RESULTS = "No results."

@@ -27,7 +27,7 @@ from mt_grpo.rewards import FunctionReward, RewardFunc, StateScore, TurnReward
 from mt_grpo.rewards.base import NOT_COLUMNS, ReadsAnswer, ScoreFunction
 from mt_grpo.rollout import Engine
 from mt_grpo.rollout.engines import MediaEngine
-from mt_grpo.rollout.media import MediaEncoder, audio_feature_extractor
+from mt_grpo.rollout.escaped_text import MediaEncoder, audio_feature_extractor
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.trajectory import Message, Row
 

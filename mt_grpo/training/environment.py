@@ -30,7 +30,7 @@ from mt_grpo.options.values import TYPES, verifiers_name
 from mt_grpo.rollout import Engine, RolloutLimits, RolloutRunner, TemplateError
 from mt_grpo.rollout.chat_template import ChatTemplate
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.tools import Tool, load_tools
 from mt_grpo.training.columns import Rows, named_datasets
 from mt_grpo.training.config import MTGRPOConfig

@@ -23,10 +23,9 @@ from mt_grpo.errors import ConfigError, UnsupportedModelError, refuse_first
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.forward.model import ForwardPlan, check_sequence_parallel, enable_trees, score
-from mt_grpo.forward.packing import FlatTree
+from mt_grpo.forward.packing import FlatTree, SequenceGroup
 from mt_grpo.forward.probe import prove, prove_media
 from mt_grpo.forward.routes import has_router_loss, route_shape
-from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.options.rules import check_sharing
 from mt_grpo.rollout import SamplingParams, TokenRow

@@ -43,7 +43,7 @@ from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.data import check_hub, embedded
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse
-from mt_grpo.forward.patching import replaced
+from mt_grpo.forward.lm_head import replaced
 from mt_grpo.imports import in_home, looks_like_path
 from mt_grpo.rollout.engines import Engine, LocalEngine
 from mt_grpo.runlog.files import written_whole

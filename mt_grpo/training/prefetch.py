@@ -48,7 +48,7 @@ from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch
 from mt_grpo.trajectory import Row, Trajectory
-from mt_grpo.weights.proof import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
+from mt_grpo.weights.transport import EXACT, NARROW, compare, probe_ids, trainer_logprobs, with_halved_weights
 
 _BATCHES_BETWEEN_COLLECTIONS = 8
 """Batches between two full garbage collections. One takes a tenth of a second, in which no conversation goes on."""

@@ -30,8 +30,7 @@ from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening
-from mt_grpo.runlog.files import to_json
-from mt_grpo.runlog.heartbeat import Heartbeat, Silence
+from mt_grpo.runlog.files import Heartbeat, Silence, to_json
 from mt_grpo.runlog.schema import FOLDER
 from mt_grpo.training.checkpoint import (
     BEST,

@@ -161,7 +161,7 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
             command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
         elif routes:
             command += ["--enable-return-routed-experts", "--no-async-scheduling"]
-            environment["MT_GRPO_ROUTES"] = "1"  # see mt_grpo.vllm_plugin.routes
+            environment["MT_GRPO_ROUTES"] = "1"  # see mt_grpo.vllm_plugin
         for name, value in cpu_defaults().items():
             environment[name] = os.environ.get(name, value)
     elif routes:

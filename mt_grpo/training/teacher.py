@@ -41,7 +41,7 @@ from mt_grpo.training.model import (
     wrapped_layers,
 )
 from mt_grpo.trajectory import Trajectory
-from mt_grpo.weights.proof import server_likeliest
+from mt_grpo.weights.transport import server_likeliest
 
 Logprobs = list[list[list[float]]]
 """For each conversation and turn those of the sampled tokens."""

@@ -29,8 +29,7 @@ from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.source import TRLFactory, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.media import Media, media_tokens
-from mt_grpo.forward.patching import without_dropout
-from mt_grpo.forward.probe import context_length
+from mt_grpo.forward.probe import context_length, without_dropout
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_eval_batch
 from mt_grpo.rewards import RewardFunc, Scores, score_trajectories
@@ -38,7 +37,7 @@ from mt_grpo.rollout import Engine, RolloutError
 from mt_grpo.rollout.engines import LocalEngine
 from mt_grpo.rollout.engines.transformers import TransformersEngine, prove_engine
 from mt_grpo.rollout.policy import Again
-from mt_grpo.runlog.heartbeat import Silence
+from mt_grpo.runlog.files import Silence
 from mt_grpo.training import (
     columns,
     environment,

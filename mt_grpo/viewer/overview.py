@@ -16,8 +16,8 @@ import yaml
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run, files
+from mt_grpo.runlog.files import read_state
 from mt_grpo.runlog.findings import BAD, WARN, find_in_run, plural
-from mt_grpo.runlog.heartbeat import read_state
 from mt_grpo.runlog.schema import FOLDER, INDEX, Row
 from mt_grpo.trajectory import StopReason
 from mt_grpo.viewer.columns import REWARD, SIGNAL, Columns, parse_filter, short_name

@@ -14,16 +14,14 @@ import orjson
 from mt_grpo.errors import UserError
 from mt_grpo.runlog import Run
 from mt_grpo.runlog.export import LINES, lines
-from mt_grpo.runlog.files import read_notes, to_json, write_note
-from mt_grpo.runlog.heartbeat import read_state
+from mt_grpo.runlog.files import read_notes, read_state, to_json, write_note
 from mt_grpo.runlog.index import Table, is_copy
 from mt_grpo.runlog.schema import Row
 from mt_grpo.viewer import conversations
-from mt_grpo.viewer.columns import SPREAD, Columns, parse_filter, short_name
+from mt_grpo.viewer.columns import SPREAD, Columns, SearchIndex, cached, hits, parse_filter, short_name
 from mt_grpo.viewer.conversations import groups
 from mt_grpo.viewer.explain import why
 from mt_grpo.viewer.overview import ended, findings, limits, metric_curves, overview, panel, status, waterfall
-from mt_grpo.viewer.search import SearchIndex, cached, hits
 
 _MOST_ROWS = 500  # rows of one answer
 _MOST_HITS = 60  # conversations of one answer in which hits are shown

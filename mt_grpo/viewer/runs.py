@@ -15,13 +15,12 @@ import numpy as np
 from mt_grpo.errors import UserError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.runlog import Run, files, open_run
-from mt_grpo.runlog.heartbeat import read_state
+from mt_grpo.runlog.files import read_state
 from mt_grpo.runlog.index import Each, evaluated, lines_of
 from mt_grpo.runlog.schema import FOLDER, INDEX, METRICS, STATE, Row
-from mt_grpo.viewer.columns import Columns
+from mt_grpo.viewer.columns import Columns, cached
 from mt_grpo.viewer.overview import CONFIG, configured, status
 from mt_grpo.viewer.queries import BadQuestion, Parameters, Queries, Questions, enough_of, evaluations, questions
-from mt_grpo.viewer.search import cached
 
 _DEEP = 3  # folders below the one that is named in which runs are looked for
 _HEAD = 2**20  # bytes at the beginning of an index in which a run is described

@@ -25,8 +25,7 @@ from mt_grpo.errors import ServerGoneError, UserError, WeightSyncError
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.fleet import Owner
 from mt_grpo.servers.http import RequestFailed, Server, router_words, wait_for_servers
-from mt_grpo.weights.proof import Proof, compare
-from mt_grpo.weights.transport import Payload, Source, Transport, Update
+from mt_grpo.weights.transport import Payload, Proof, Source, Transport, Update, compare
 
 logger = logging.getLogger(__name__)
 

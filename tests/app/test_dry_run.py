@@ -14,7 +14,7 @@ from transformers import Trainer
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
-from mt_grpo.runlog import heartbeat
+from mt_grpo.runlog import files
 
 
 class Sampled(MultiTurnToolEnv):
@@ -93,7 +93,7 @@ def test_the_embedded_model_is_shown_what_it_has_learnt(name, dry_run):
 
 
 def test_a_log_says_what_takes_long_before_the_run(recipe, monkeypatch, capsys):
-    monkeypatch.setattr(heartbeat, "QUIET", 0.001)
+    monkeypatch.setattr(files, "QUIET", 0.001)
     assert main(["train", *map(str, recipe()), "--dry_run", "true"]) == 0
     told = capsys.readouterr().err
     assert "reading the data ..." in told and "loading the model ..." in told

@@ -21,7 +21,7 @@ from support.waiting import until
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.rewards import OutcomeReward
-from mt_grpo.runlog.heartbeat import read_state
+from mt_grpo.runlog.files import read_state
 from mt_grpo.training import MTGRPOEnvTrainer
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by_runs, locked

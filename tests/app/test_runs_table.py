@@ -10,7 +10,7 @@ import pytest
 from support.runs import write_begun, write_run
 
 from mt_grpo.app.runs import _in_words
-from mt_grpo.runlog.intervals import bootstrap, over_steps
+from mt_grpo.runlog.findings import bootstrap, over_steps
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from mt_grpo.app.interrupt import run_interruptibly
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.runlog.files import Heartbeat
 
 RECIPE = "--model_name_or_path embedded --dataset_name embedded --outcome_reward_funcs exact_match_reward_func"
 IMPORTING = f"""{TERMINAL}

@@ -21,7 +21,7 @@ from support.models import build_tokenizer, lookup
 from mt_grpo.envs.simulated_user import GREETING, SimulatedUser, SimulatedUserEnv
 from mt_grpo.errors import UserError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.servers import web
+from mt_grpo.servers import external
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
@@ -91,7 +91,7 @@ def test_the_user_sees_its_goal_and_its_own_side(endpoint):
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
 def test_an_answer_without_end_ends_its_conversation(endpoint, monkeypatch, encoding):
-    monkeypatch.setattr(web, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(external, "MAX_BYTES", 10_000)
     answer = said("pears " * 20_000)
     if encoding == "gzip":
         packed = gzip.compress(json.dumps(answer[1]).encode())

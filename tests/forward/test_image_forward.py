@@ -8,7 +8,7 @@ from support.forests import assert_same_gradient, make_tree
 from support.images import FAMILIES, build_processor, build_vision_model, picture
 
 from mt_grpo.forward import token_logps
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 
 PICTURES = {name: picture(name, size) for name, size in (("red", (24, 16)), ("blue", (16, 32)), ("green", (40, 24)))}
 

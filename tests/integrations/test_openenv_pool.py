@@ -14,8 +14,8 @@ from support.waiting import until_true
 from mt_grpo.envs.source import close_environments, source_of
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.openenv import openenv_server
-from mt_grpo.servers import env_servers
-from mt_grpo.servers.env_servers import ServerLost
+from mt_grpo.servers import external
+from mt_grpo.servers.external import ServerLost
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import StopReason
@@ -69,7 +69,7 @@ def host():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name, seconds in (("MIN_BACKOFF", 0.001), ("MAX_BACKOFF", 0.01), ("POLL", 0.001)):
-        monkeypatch.setattr(env_servers, name, seconds)
+        monkeypatch.setattr(external, name, seconds)
 
 
 def begin(env, number):

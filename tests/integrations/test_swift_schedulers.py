@@ -30,7 +30,7 @@ from mt_grpo.integrations.swift import (
 )
 from mt_grpo.integrations.swift.scheduler import _with_images, without_images
 from mt_grpo.rollout import EngineError
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.training.rollout_batch import row_tree
 from mt_grpo.trajectory import StopReason, ToolCall
 

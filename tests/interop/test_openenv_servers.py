@@ -21,7 +21,7 @@ from mt_grpo.integrations import openenv as ours
 from mt_grpo.integrations.openenv import openenv_server
 from mt_grpo.integrations.trl import TRLEnv
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
-from mt_grpo.servers.env_servers import ServerLost
+from mt_grpo.servers.external import ServerLost
 
 openenv = pytest.importorskip("openenv.core", reason="openenv is not installed: run `make interop-games`")
 from support.openenv_server import OpenEnvServer  # noqa: E402  # it imports OpenEnv

@@ -14,7 +14,7 @@ from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout import endpoint as module
 from mt_grpo.rollout.endpoint import ChatEndpoint, _Completion
-from mt_grpo.servers import web
+from mt_grpo.servers import external
 
 CALL = '<tool>{"name": "calculator", "args": {"expression": "1+1"}}</tool>'
 
@@ -230,7 +230,7 @@ def test_tokens_from_caches_are_counted_by_any_name():
     ],
 )
 def test_an_answer_of_no_known_shape_fails_one_conversation(endpoint, converse, monkeypatch, answer):
-    monkeypatch.setattr(web, "MAX_BYTES", 9_000 if answer[-1] is _STREAM else web.MAX_BYTES)
+    monkeypatch.setattr(external, "MAX_BYTES", 9_000 if answer[-1] is _STREAM else external.MAX_BYTES)
     (told,), _ = converse(endpoint(lambda number, body: answer))
     assert told.stop_reason == "engine_error" and "gave no answer in 6 attempts" in told.error
 

@@ -24,7 +24,7 @@ from mt_grpo.forward.probe import prove_media
 from mt_grpo.media import IMAGE, MediumError, read_parts
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.trajectory import Trajectory
 

@@ -27,7 +27,7 @@ from mt_grpo.media import read_parts as opened_parts
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams
 from mt_grpo.rollout.chat_template import TemplateError
 from mt_grpo.rollout.engines.transformers import TransformersEngine
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.rollout.rendering import ChatRenderer
 from mt_grpo.sounds import Sound
 from mt_grpo.tools import Tool

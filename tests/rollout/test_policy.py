@@ -17,7 +17,7 @@ from mt_grpo.envs import ConversationEnded, MultiTurnToolEnv, Outcome, Step
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score, score_turns
 from mt_grpo.rollout import EngineError, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout import policy as policies
-from mt_grpo.rollout.special_tokens import SpecialTokens
+from mt_grpo.rollout.escaped_text import SpecialTokens
 from mt_grpo.training.rollout_batch import row_tree
 from mt_grpo.trajectory import StopReason, Trajectory
 

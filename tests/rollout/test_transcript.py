@@ -15,8 +15,8 @@ from support.models import build_model, build_tokenizer
 from mt_grpo.forward import token_logps
 from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.rollout import ChatRenderer
+from mt_grpo.rollout.rendering import _strip_thinking
 from mt_grpo.rollout.token_row import SanityCheck, examine_template
-from mt_grpo.rollout.transcript import _strip_thinking
 from mt_grpo.training.rollout_batch import row_tree
 
 END = "<|im_end|>"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mt_grpo.runlog.intervals import CONFIDENCE, RESAMPLES, bootstrap, pass_at
+from mt_grpo.runlog.findings import CONFIDENCE, RESAMPLES, bootstrap, pass_at
 
 
 @pytest.mark.parametrize("rows", (2, 7, 500))

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from mt_grpo.errors import UserError
-from mt_grpo.runlog.heartbeat import Heartbeat, Silence, read_state
+from mt_grpo.runlog.files import Heartbeat, Silence, read_state
 
 AT = {"step": 3, "of": 9, "waits_for": "sampling", "under_way": []}
 
@@ -48,7 +48,7 @@ def test_what_ended_it_is_said(tmp_path, raised, state, reason):
 
 LIVES = """
 import sys, time
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.runlog.files import Heartbeat
 with Heartbeat(sys.argv[1], lambda: {"step": 3, "of": 9, "waits_for": "", "under_way": []}).beating():
     print("there", flush=True)
     time.sleep(600)

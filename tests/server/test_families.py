@@ -34,7 +34,7 @@ from mt_grpo.forward import token_logps
 from mt_grpo.media import IMAGE
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.rollout.engines.vllm import _name_of
-from mt_grpo.rollout.media import MediaEncoder
+from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.token_tree import TokenTree
 
 pytestmark = [needs_server, pytest.mark.server]

@@ -11,8 +11,8 @@ import pytest
 from support.waiting import until_true
 
 from mt_grpo.concurrency import OutOfTime, call
-from mt_grpo.servers import env_servers
-from mt_grpo.servers.env_servers import (
+from mt_grpo.servers import external
+from mt_grpo.servers.external import (
     MAX_STARTING,
     Conversation,
     EnvServerPool,
@@ -57,14 +57,14 @@ class Servers:
 def quick(monkeypatch):
     """Waits of milliseconds."""
     for name, seconds in (("MIN_BACKOFF", 0.001), ("MAX_BACKOFF", 0.01), ("POLL", 0.001), ("START_TIMEOUT", 0.05)):
-        monkeypatch.setattr(env_servers, name, seconds)
+        monkeypatch.setattr(external, name, seconds)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Time that passes when a test says so."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(env_servers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(external, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -121,7 +121,7 @@ def test_no_server_left_fails_after_some_attempts(pool, quick):
 
 
 def test_a_server_that_comes_up_meanwhile_is_found(alone, quick, monkeypatch):
-    monkeypatch.setattr(env_servers, "START_TIMEOUT", 60.0)
+    monkeypatch.setattr(external, "START_TIMEOUT", 60.0)
     servers = Servers(dead=(FIRST,))
 
     async def start(url):
@@ -152,7 +152,7 @@ def test_conversations_wait_while_all_servers_are_full(pool, quick, caplog):
 
 
 def test_a_full_server_is_not_asked_by_everybody(alone, monkeypatch):
-    monkeypatch.setattr(env_servers, "FULL_TIMEOUT", 0.0)
+    monkeypatch.setattr(external, "FULL_TIMEOUT", 0.0)
     servers = Servers(room=0)
     failures = begin(alone, servers, 10 * MAX_STARTING)
     assert {str(each) for each in failures} == {"No test server had room for a conversation for 0 s."}
@@ -214,7 +214,7 @@ def test_a_lost_server_is_named_once(pool, caplog):
 
 def test_pauses_are_drawn_below_a_bound_that_doubles():
     for attempt in range(40):
-        bound = min(env_servers.MAX_BACKOFF, env_servers.MIN_BACKOFF * 2**attempt)
+        bound = min(external.MAX_BACKOFF, external.MIN_BACKOFF * 2**attempt)
         drawn = [backoff(attempt) for _ in range(200)]
         assert 0 <= min(drawn) < bound / 4 and bound * 3 / 4 < max(drawn) <= bound
 

@@ -17,7 +17,7 @@ from support.loopback import Loopback, Reply
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import openenv
 from mt_grpo.integrations.openenv import openenv_server
-from mt_grpo.servers import web
+from mt_grpo.servers import external
 from mt_grpo.tools.mcp import McpServer, McpServerConfig, session
 from mt_grpo.tools.python_sandbox import RemotePython
 from mt_grpo.tools.search import RetrievalSearch, WikipediaSearch
@@ -95,7 +95,7 @@ def test_a_client_that_never_connects_ends_in_time(monkeypatch):
 
 
 def test_an_answer_is_bounded_before_it_is_decompressed(answered, monkeypatch):
-    monkeypatch.setattr(web, "MAX_BYTES", 1_000)
+    monkeypatch.setattr(external, "MAX_BYTES", 1_000)
     bomb = gzip.compress(bytes(10_000))
     for url in (answered(bytes(2_000)), answered(bomb, Content_Encoding="gzip")):
         with pytest.raises(RuntimeError, match="the answer has more than 1,000 bytes"):
@@ -136,7 +136,7 @@ def test_an_mcp_server_is_bounded(answered, monkeypatch, transport):
 
 
 def test_a_client_can_be_dropped():
-    client = web.WebClient()
+    client = external.WebClient()
     with pytest.raises(httpx.HTTPError):
         client.ask("GET", "http://127.0.0.1:1", 1.0)
     del client

@@ -15,7 +15,7 @@ from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.fleet import Owner
 from mt_grpo.vllm_plugin.fetch import Checksum, Fetcher, FetchError
 from mt_grpo.vllm_plugin.guard import FETCH
-from mt_grpo.weights.proof import trainer_logprobs
+from mt_grpo.weights.transport import trainer_logprobs
 from support.loopback import ScriptedServer
 from support.models import build_model
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 import mt_grpo
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.runlog.files import Heartbeat
 from mt_grpo.runlog.writer import finite
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 from mt_grpo.viewer.queries import Queries

@@ -13,10 +13,9 @@ from torch import nn
 
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.model import ForwardPlan, _score_packed, _score_trees, enable_trees
-from mt_grpo.forward.packing import Packed, pack
+from mt_grpo.forward.packing import Packed, SequenceGroup, pack
 from mt_grpo.forward.probe import measure
 from mt_grpo.forward.routes import route_shape
-from mt_grpo.forward.sequence_parallel import SequenceGroup
 from mt_grpo.token_tree import TokenTree
 from support.architectures import build_random
 from support.mixtures import build_mixture

@@ -144,7 +144,7 @@ def test_a_frozen_server_is_passed_over(tools_of, own, two, monkeypatch):
 
 @pytest.mark.slow
 def test_all_servers_dead_end_conversations_not_the_run(tools_of, own, monkeypatch):
-    monkeypatch.setattr("mt_grpo.servers.env_servers.START_TIMEOUT", 0.2)
+    monkeypatch.setattr("mt_grpo.servers.external.START_TIMEOUT", 0.2)
     both = own(), own()
     tools = tools_of(*both)
     for one in both:

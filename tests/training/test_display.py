@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback
 from mt_grpo.app.train import run_training
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
-from mt_grpo.runlog import heartbeat
+from mt_grpo.runlog import files
 from mt_grpo.training import resuming
 from mt_grpo.training.rollout_batch import as_text
 from mt_grpo.training.step_log import (
@@ -199,7 +199,7 @@ def test_the_proof_of_an_engine_is_waited_for_by_its_name(build, monkeypatch):
 def test_a_slow_step_says_once_how_far_it_is(build, monkeypatch, way):
     """The reward waits until somebody has said that it is waited for."""
     said, watching = threading.Event(), set()
-    monkeypatch.setattr(heartbeat, "QUIET", 0.01)
+    monkeypatch.setattr(files, "QUIET", 0.01)
 
     def watchers():
         return sum(thread.name == "silence" for thread in threading.enumerate())

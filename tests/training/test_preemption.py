@@ -14,7 +14,7 @@ from support.trainers import Letters, at, same, trainer_builder, weights
 
 from mt_grpo import preemption
 from mt_grpo.preemption import FOLDER, STATUS, PreemptedError, heard, leave, left, listening
-from mt_grpo.runlog.heartbeat import read_state
+from mt_grpo.runlog.files import read_state
 from mt_grpo.training.checkpoint import is_whole
 
 pytestmark = pytest.mark.own_process

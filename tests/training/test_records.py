@@ -28,7 +28,7 @@ from transformers.integrations import TensorBoardCallback
 
 from mt_grpo.credit import estimate
 from mt_grpo.runlog import RunLogError, open_run
-from mt_grpo.runlog.heartbeat import read_state
+from mt_grpo.runlog.files import read_state
 from mt_grpo.runlog.writer import RunWriter
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.checkpoint import latest_checkpoint

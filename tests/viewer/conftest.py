@@ -6,7 +6,7 @@ import pytest
 from support.browser import missing, open_browser, opened, serving
 from support.runs import queries_of, write_run
 
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.runlog.files import Heartbeat
 
 
 @pytest.fixture(scope="session")

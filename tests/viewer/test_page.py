@@ -15,7 +15,7 @@ from support.runs import HOSTILE, REWARDS, queries_of, write_begun, write_run
 from mt_grpo.cli import main
 from mt_grpo.rollout.runner import Branching
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.runlog.files import Heartbeat
 from mt_grpo.trajectory import StopReason, Trajectory
 from mt_grpo.viewer.runs import Runs
 

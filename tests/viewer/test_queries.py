@@ -17,12 +17,11 @@ from mt_grpo.credit import advantage_estimator, reward_to_go
 from mt_grpo.errors import UserError
 from mt_grpo.rollout.runner import Branching
 from mt_grpo.runlog import Batch, RunWriter, open_run
-from mt_grpo.runlog.heartbeat import Heartbeat
+from mt_grpo.runlog.files import Heartbeat
 from mt_grpo.runlog.index import Table
-from mt_grpo.viewer.columns import Columns, Condition, FilterError, parse_filter
+from mt_grpo.viewer.columns import Columns, Condition, FilterError, SearchIndex, parse_filter
 from mt_grpo.viewer.overview import POINTS, _covered, findings, metric_curves, overview, status
 from mt_grpo.viewer.queries import Queries
-from mt_grpo.viewer.search import SearchIndex
 
 
 def rows_of(queries, **fields):

@@ -17,7 +17,7 @@ from mt_grpo.runlog import open_run
 from mt_grpo.runlog.conversation import messages_of, words
 from mt_grpo.runlog.files import read_notes, write_note
 from mt_grpo.runlog.index import Table
-from mt_grpo.viewer.search import SearchIndex, hits
+from mt_grpo.viewer.columns import SearchIndex, hits
 
 
 def read(run, path=None):

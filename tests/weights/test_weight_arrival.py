@@ -26,8 +26,7 @@ from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.environment import own_engine
 from mt_grpo.weights.files import LoraTransport, SafetensorsTransport
 from mt_grpo.weights.network import DeltaTransport, HttpTransport
-from mt_grpo.weights.proof import EXACT, with_halved_weights
-from mt_grpo.weights.transport import Update, _FullParameters
+from mt_grpo.weights.transport import EXACT, Update, _FullParameters, with_halved_weights
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from mt_grpo.integrations.openai_api.dialects import DIALECTS, Choice
 from mt_grpo.integrations.openai_api.request import NO_ROOM, OVER, ApiError, Fields, ParsedRequest
 from mt_grpo.media import MediumError
 from mt_grpo.rollout.policy import ConversationPolicy
-from mt_grpo.rollout.transcript import identity
+from mt_grpo.rollout.rendering import identity
 from mt_grpo.trajectory import Message, StopReason, ToolCall, Turn
 
 if TYPE_CHECKING:

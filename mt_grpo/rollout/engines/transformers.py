@@ -37,8 +37,8 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.lm_head import replaced
 from mt_grpo.forward.media import Media, MediumInputs, base_model, media_tokens, row_inputs
-from mt_grpo.forward.patching import replaced
 from mt_grpo.forward.probe import (
     FACTOR,
     MOST_NOISE,

@@ -25,7 +25,7 @@ from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exceptio
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import Part, read_parts
-from mt_grpo.servers.env_servers import (
+from mt_grpo.servers.external import (
     MAX_STARTING,
     Conversation,
     EnvServerPool,

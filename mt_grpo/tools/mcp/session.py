@@ -26,7 +26,7 @@ from mt_grpo.concurrency import Future, LoopThread, OnePerProcess, consume_excep
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
 from mt_grpo.servers import expand_addresses
-from mt_grpo.servers.web import bounded
+from mt_grpo.servers.external import bounded
 from mt_grpo.trajectory import Arguments
 
 _TRANSPORTS = {"stdio": "stdio", "sse": "sse", "http": "http", "streamable-http": "http", "streamable_http": "http"}
