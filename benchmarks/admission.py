@@ -324,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small case; nothing is written")
     quick = parser.parse_args().quick
-    cases, seeds, share = (CASES[:1], (0,), 2) if quick else (CASES, (0, 1), 1)
+    cases, seeds, share = (CASES[:1], (0,), 8) if quick else (CASES, (0, 1), 1)
     with ProcessPoolExecutor() as pool:
         asked = [(*case, load, share, seed) for case in cases for load in LOADS for seed in seeds]
         rows = [each.result() for each in [pool.submit(measure, *one) for one in asked]]

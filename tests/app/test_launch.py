@@ -122,7 +122,7 @@ def test_a_signal_ends_every_process(trains, recipe, config, log, processes, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "number"), [(2, signal.SIGUSR1), (2, signal.SIGTERM), (1, signal.SIGTERM)])
+@pytest.mark.parametrize(("processes", "number"), [(2, signal.SIGUSR1), (2, signal.SIGTERM)])
 def test_a_launcher_ends_with_the_status_of_a_preempted_run(
     trains, start, recipe, config, log, tmp_path, processes, number
 ):

@@ -152,13 +152,12 @@ def test_what_fails_in_flight_is_trained_once_in_order(tmp_path, start, hold):
     assert {reason for _, reason, _ in found[0].values()} >= {"answered", "env_error", "engine_error"}
 
 
-@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])
-def test_a_server_killed_in_a_sync_ends_both_ranks(tmp_path, start, hold, goes_on, path):
+def test_a_server_killed_in_a_sync_ends_both_ranks(tmp_path, start, hold, goes_on):
     """With batches in flight. The run says where to go on, and goes on there."""
     server, folder = hold(), tmp_path / "run"
     server.change(
         hold=lambda path, question: question in range(6, QUESTIONS - 2),
-        dies=lambda asked: asked == path and server.step == "2",
+        dies=lambda asked: asked == "/update_weights" and server.step == "2",
     )
     assert ended(start(server)) == [1, 1]
     (line,) = said(folder)
@@ -216,7 +215,6 @@ def test_a_run_is_preempted_by_a_signal_to_one_rank(tmp_path, reach, goes_on, mo
 @pytest.mark.parametrize(
     ("moment", "number", "words"),
     [
-        ("waiting", signal.SIGTERM, "ended by SIGTERM"),
         ("sync", signal.SIGINT, "interrupted by Ctrl-C"),
         ("evaluation", signal.SIGTERM, "ended by SIGTERM"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 import urllib.request
@@ -13,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.forked import Forked
 from support.loopback import free_port
-from support.own_process import TERMINAL
 from support.trainers import at
 from support.waiting import until
 
@@ -66,7 +65,8 @@ def test_a_run_has_what_the_dashboard_draws(build):
         read(port)
 
 
-SERVERS = f"""{TERMINAL}
+SERVERS = """
+import sys
 from mt_grpo.app import serve
 from mt_grpo.cli import main
 from mt_grpo.servers import start
@@ -83,21 +83,23 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 '''
-serve.command_at = lambda host, port, *_: ([sys.executable, "-c", program, str(port)], {{}})
+serve.command_at = lambda host, port, *_: ([sys.executable, "-c", program, str(port)], {})
 sys.exit(main(["serve", "--config", "recipes/quickstart_vllm.yaml", *sys.argv[1:]]))
 """
 
 
 @needs_library
-def test_replicas_are_told_apart_by_what_lives_and_answers():
+def test_replicas_are_told_apart_by_what_lives_and_answers(tmp_path):
     port, first, second = free_port(), free_port(), free_port()
     urls = [f"http://127.0.0.1:{each}" for each in (first, second)]
     options = ["--vllm_server_base_url", *urls, "--metrics_address", str(port)]
-    process = subprocess.Popen([sys.executable, "-c", SERVERS, *options], stderr=subprocess.PIPE, text=True)
+    script, log = tmp_path / "servers.py", tmp_path / "log"
+    script.write_text(SERVERS)
+    process = Forked([str(script), *options], log)
 
     def seen():
         """Whether each lives, and its silence; none where nothing answers yet."""
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, log.read_text()
         try:
             found = read(port)
         except OSError:
@@ -116,6 +118,6 @@ def test_replicas_are_told_apart_by_what_lives_and_answers():
         urllib.request.urlopen(f"{urls[1]}/end", timeout=10)
     reached(lambda running, silent: running == [1, 0] and silent[0] < silent[1] - 1)
     process.send_signal(signal.SIGTERM)
-    assert "the server at " + urls[1] in process.communicate(timeout=60)[1] and process.returncode == 0
+    assert process.wait(60) == 0 and "the server at " + urls[1] in log.read_text()
     drawn = set(re.findall(r"mt_grpo_replica_\w+", DASHBOARD.read_text()))
     assert drawn == {f"mt_grpo_replica_{name}" for name in names}
