@@ -71,8 +71,8 @@ def search_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}/"
 
 
-def train(form: str, url: str, quick: bool) -> dict[str, Any]:
-    """Trains one form; what `summary.json` says about it."""
+def train(form: str, url: str, quick: bool, *dry: str) -> dict[str, Any]:
+    """Trains one form; what `summary.json` says about it, which a run that is `--dry_run` does not write."""
     recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     for name in ("tools", "max_env_steps", *(["system_prompt"] if "agent" in FORMS[form] else [])):
         del recipe[name]
@@ -83,8 +83,10 @@ def train(form: str, url: str, quick: bool) -> dict[str, Any]:
             (Path(folder) / name).write_text(json.dumps(content))  # which is YAML too
         os.environ["SEARCH_URL"] = url
         with contextlib.chdir(folder), contextlib.redirect_stdout(sys.stderr):
-            if status := cli.main(["train", "--config", "recipe.yaml"]):
+            if status := cli.main(["train", "--config", "recipe.yaml", *dry]):
                 raise SystemExit(status)
+        if dry:
+            return {}
         summary = json.loads((output / "summary.json").read_text())
     return {name: summary[name] for name in ("before", "after", "seconds", "steps", "seed")}
 
@@ -92,14 +94,17 @@ def train(form: str, url: str, quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("forms", nargs="*", help=f"any of {', '.join(FORMS)}")
-    parser.add_argument("--quick", action="store_true", help="one step, a few questions; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="one step of the last, dry runs of the others; writes nothing")
     args = parser.parse_args()
     for form in args.forms:
         if form not in FORMS:
             parser.error(f"there is no form {form!r}: name any of {', '.join(FORMS)}")
     forms = args.forms or [form for form in FORMS if form != "program" or shutil.which("node")]
     with search_server() as url:
-        measured = {form: train(form, url, args.quick) for form in forms}
+        if args.quick:
+            for form in forms[:-1]:
+                train(form, url, True, "--dry_run")
+        measured = {form: train(form, url, args.quick) for form in (forms[-1:] if args.quick else forms)}
     table = Table("form", "exact match before", "after", "tool execution after", "turns after", "seconds")
     quickstart = json.loads((RESULTS / "quickstart.json").read_text())
     for form, row in {"quickstart": quickstart, **measured}.items():

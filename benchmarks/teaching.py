@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.quick:
         plan = Plan({"decisions": 2, "embedded": 1}, 2, 1)
-        given = [job for job in jobs(options.tasks, 1) if job.arm in (ALONE, "sibling 0.1", "teacher 0.3")]
+        given = [job for job in jobs(options.tasks, 1) if job.arm in ("sibling 0.1", "teacher 0.3")]
         with tempfile.TemporaryDirectory() as folder:
             return print(text(results(given, plan, Path(folder), workers=0, warm_steps=2)))
     if not options.report:

@@ -15,7 +15,7 @@ from support.models import build_model, build_tokenizer
 from support.registered import keep_estimators
 
 from mt_grpo.cli import main
-from mt_grpo.rewards import OutcomeReward, TurnReward
+from mt_grpo.rewards import OutcomeReward
 from mt_grpo.runlog import open_run, read_trajectories
 
 
@@ -29,11 +29,6 @@ class Broken(OutcomeReward):
         return float(len(trajectory.turns[0].text))
 
 
-class Steady(TurnReward):
-    def score(self, turn, trajectory, **row):
-        return 0.5
-
-
 def untyped(query):
     return query
 
@@ -45,7 +40,7 @@ def test_train_leaves_everything_it_promises(recipe, prints, tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["advantage_estimator"], summary["steps"]) == ("grpo_mr", 2) and summary["seconds"] > 0
     assert summary["before"].keys() == summary["after"].keys() >= {"tool_execution", "exact_match", "format", "turns"}
-    assert summary["versions"]["trl"]
+    assert summary["versions"]["trl"] and summary["audit"]["groups"] > 0
     assert yaml.safe_load((folder / "config.yaml").read_text())["advantage_estimator"] == "grpo_mr"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) >= 2
     assert len(list(read_trajectories(folder))) == 4 + 2 * 4 + 4
@@ -93,16 +88,6 @@ def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path, refuse
     assert f"in {__file__}, line {Broken.score.__code__.co_firstlineno + 3}, in score" in line
     assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
     assert len(list(read_trajectories(tmp_path / "run"))) == 2 * 4
-
-
-@pytest.mark.parametrize(("rule", "share"), [("grpo_or", 1.0), ("reward_to_go", 0.0)])
-def test_a_run_tells_what_turn_rewards_have_no_credit(recipe, prints, tmp_path, caplog, rule, share):
-    keys = {"turn_reward_funcs": ["test_cli.Steady"], "advantage_estimator": rule, "do_eval": False, "max_steps": 1}
-    prints("train", *recipe(**keys))
-    warned = "`grpo_or` leaves 100% of the turn rewards of this batch without credit"
-    assert (warned in caplog.text) == bool(share)
-    audit = json.loads((tmp_path / "run" / "summary.json").read_text())["audit"]
-    assert audit["uncredited_at_turn"] == audit["uncredited_up_to_turn"] == share
 
 
 @pytest.mark.parametrize("command", ["train", "rollout"])
@@ -176,15 +161,6 @@ def test_a_rule_of_a_plugin_says_whether_it_splits_turns(recipe, prints, refused
     assert "the nearest is 'joins'" in refused(*arguments("jions"))
 
 
-def test_a_rule_that_returns_nan_ends_training_with_a_sentence(recipe, refused, tmp_path, monkeypatch):
-    keep_estimators(monkeypatch)
-    (tmp_path / "rules.py").write_text(RULE.replace("grpo_or(batch)", "grpo_or(batch) / 0"))
-    keys = {"external_plugins": [str(tmp_path / "rules.py")], "advantage_estimator": "splits", "do_eval": False}
-    said = refused("train", *recipe(**keys))
-    assert said.startswith("mt-grpo: The advantage estimator 'splits' gave nan to turn 1")
-    assert not list((tmp_path / "run").glob("*.safetensors"))
-
-
 def test_the_native_protocol_needs_a_template_with_tools(recipe, tmp_path, refused):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -192,14 +168,6 @@ def test_the_native_protocol_needs_a_template_with_tools(recipe, tmp_path, refus
     build_model(tokenizer).save_pretrained(tmp_path / "model")
     keys = {"model_name_or_path": str(tmp_path / "model"), "call_protocol": "native"}
     assert "no tool support" in refused("train", *recipe(**keys))
-
-
-def test_prompts_that_do_not_fit_are_dropped_and_counted(recipe, prints, tmp_path, caplog):
-    arguments = recipe()
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write(json.dumps({"question": "word " * 600, "answer": "x"}) + "\n")
-    prints("rollout", *arguments, "--num_prompts", "1")
-    assert "Dropped 1 of 5 rows" in caplog.text
 
 
 def test_a_terminal_without_utf8_shows_what_it_can(tmp_path):

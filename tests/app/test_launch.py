@@ -226,20 +226,16 @@ def test_hosts_are_told_what_they_have_to_say(recipe, config, refused, options, 
     assert said in refused("train", *recipe(), *config(), "--num_processes", "2", *options)
 
 
-RESTARTS = pytest.mark.parametrize("options", [(), ("--max_restarts", "1")], ids=["once", "with restarts"])
-
-
-@RESTARTS
-def test_a_host_whose_first_host_never_comes_says_so(of_host, refused, options):
+def test_a_host_whose_first_host_never_comes_says_so(of_host, refused):
     port = free_port()
-    line = refused("train", *of_host(1, port, *options))
+    line = refused("train", *of_host(1, port))
     assert line.startswith(
         f"mt-grpo: The first host of the run cannot be reached at 127.0.0.1:{port} within 1 s (Conn"
     )
 
 
 @pytest.mark.slow
-@RESTARTS
+@pytest.mark.parametrize("options", [(), ("--max_restarts", "1")], ids=["once", "with restarts"])
 def test_a_first_host_that_stays_alone_says_so(of_host, start, log, options):
     port = free_port()
     assert start(*of_host(0, port, *options), forked=False).wait(300) == 1

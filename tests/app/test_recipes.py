@@ -133,10 +133,6 @@ def test_env_is_a_class_as_text_and_variables_as_a_mapping(tmp_path, monkeypatch
     assert os.environ.pop("MT_GRPO_TEST_VARIABLE") == "3"
 
 
-def test_one_name_stands_for_a_list_of_one(tmp_path):
-    assert parse_recipe(write(tmp_path, tools="calculator")).training.tools == ["calculator"]
-
-
 @pytest.mark.parametrize("layers", ["q_proj", "all-linear", ".*q_proj"])
 def test_a_single_layer_of_an_adapter_is_one_by_name(tmp_path, layers):
     """TRL makes one text of a list of one, which to peft is a pattern of whole paths."""

@@ -97,35 +97,6 @@ def test_every_template_shows_replies_or_is_refused_at_once(name, case):
         assert whole.endswith(suffix)
 
 
-@pytest.mark.parametrize("ended", [True, False], ids=["end token", "stop string"])
-@pytest.mark.parametrize("case", ["user", "one result", "two results"])
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1"])
-def test_three_exchanges_have_the_ids_of_the_template(name, case, ended):
-    if case == "two results" and name in ONE_CALL:
-        case = "one result"
-    turn, replies = CASES[case]
-    if case == "user":
-        turn = {**turn, "content": '<reasoning>why</reasoning><tool>{"name": "search"}</tool>'}
-        replies = user("<result>Lima, Perú 🙂</result>")
-    renderer, history = chat(name, with_tools=case != "user"), [ASKED]
-
-    def whole(**options):
-        return renderer.tokenizer.apply_chat_template(
-            history, tools=renderer.tools, add_generation_prompt=True, return_dict=False, **options
-        )
-
-    ids, prompt = renderer.prompt_ids(history), whole(tokenize=False)
-    for _ in range(3):  # what a model would sample is what the template writes of it in the past
-        history += [turn, *replies]
-        text = whole(tokenize=False)
-        assert text.startswith(prompt)
-        sampled = renderer.encode(text[len(prompt) : text.index(renderer.end_of_turn, len(prompt))])
-        sampled += [renderer.end_id] if ended else []
-        ids, prompt = ids + sampled + renderer.reply_ids(replies, sampled[-1]), text
-    assert ids == whole()
-    assert renderer.decode(ids).count("Looks.") == (case != "user")
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name.removesuffix("_training") not in WITHOUT_RESULTS])
 def test_messages_without_content_render_as_with_none(name):
     renderer = chat(name, with_tools=True)

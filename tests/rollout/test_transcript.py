@@ -6,18 +6,14 @@ import logging
 import random
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.conversations import converse, template_tokenizer, user
-from support.models import build_model, build_tokenizer
+from support.models import build_tokenizer
 
-from mt_grpo.forward import token_logps
-from mt_grpo.forward.model import ForwardPlan, enable_trees, score
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.rendering import _strip_thinking
 from mt_grpo.rollout.token_row import SanityCheck, examine_template
-from mt_grpo.training.rollout_batch import row_tree
 
 END = "<|im_end|>"
 
@@ -197,19 +193,6 @@ def test_a_reply_before_an_empty_turn_is_trained_too(tokenizer):
         replied = [len(tokenizer.encode(text)) for text in (observation(2), END + observation(3))]
         environment = [turn for turn, value in zip(row.turns, row.logprobs, strict=True) if value != value]
         assert environment == [0] * replied[0] + [1] * replied[1]
-
-
-def test_logps_of_forked_rows_are_those_of_each_turn_alone(tokenizer):
-    model = build_model(tokenizer)
-    rows, trees = [], []
-    for history in ("keep", "strip_thinking", "compact"):
-        trajectory, runner, _ = converse(tokenizer, TURNS[:4], REPLIES[:3], history, compact_every=2)
-        rows.append(runner.completion(trajectory))
-        trees.append(trajectory.tree)
-    expected = token_logps(model, trees, forward="turn_by_turn")
-    enable_trees(model)
-    found = score(model, ForwardPlan([row_tree(row) for row in rows])).by_turn([4] * len(rows))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # The check of what is trained against the whole as it is rendered

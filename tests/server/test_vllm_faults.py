@@ -8,7 +8,6 @@ import asyncio
 import http.client
 import json
 import os
-import shutil
 import signal
 import stat
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import pytest
 from support.forked import Forked
 from support.loopback import Proxy
 from support.marks import needs_server
-from support.models import build_model, build_tokenizer
 from support.servers import ROOT, START_LIMIT, RealServer, nobody_left
 from support.waiting import until
 from transformers import AutoTokenizer
@@ -159,26 +157,6 @@ def test_a_full_context_ends_conversations_and_is_never_sent(undisturbed):
     reasons = [row["stop_reason"] for row in trajectories(undisturbed.folder)]
     assert "context_full" in reasons and "engine_error" not in reasons
     assert undisturbed.refused == 0
-
-
-@pytest.mark.parametrize(("name", "words"), [("other", "serves"), ("model", "encodes text differently")])
-def test_a_server_with_another_model_or_vocabulary_is_refused(undisturbed, server, tmp_path, failing, name, words):
-    folder = tmp_path / name
-    if name == "other":
-        shutil.copytree(MODEL, folder)
-    else:
-        tokenizer = build_tokenizer()
-        tokenizer.save_pretrained(folder)
-        build_model(tokenizer, max_position_embeddings=1024).save_pretrained(folder)
-    line = failing(options(server.url, tmp_path / "run", "--model_name_or_path", str(folder)))
-    assert server.url in line and words in line
-    assert not any((tmp_path / "run").iterdir())
-
-
-def test_a_trainer_with_another_key_is_told_so(undisturbed, server, tmp_path, monkeypatch, failing):
-    monkeypatch.setenv("VLLM_API_KEY", "another")
-    line = failing(options(server.url, tmp_path / "run"))
-    assert "refuses the API key" in line and "VLLM_API_KEY" in line
 
 
 def test_only_its_user_can_read_the_key_and_it_is_in_no_log(undisturbed, server):
@@ -360,18 +338,6 @@ def test_a_server_left_paused_by_a_killed_run_is_usable(undisturbed, server, pro
     assert main(options(server.url, tmp_path / "next", "--max_steps", "1")) == 0
     assert sampled(tmp_path / "next", 0) == sampled(undisturbed.folder, 0)
     assert not weight_folders(run.process.pid)
-
-
-def test_a_second_run_is_refused_and_does_not_disturb_the_first(undisturbed, server, proxy, tmp_path, failing):
-    faulty = proxy(hanging(COMPLETIONS, 2, HANGS_AT))
-    run = Run(options(faulty.url, tmp_path / "first"), tmp_path / "first")
-    run.until(lambda: "hang" in faulty.faults)
-    line = failing(options(server.url, tmp_path / "second"))
-    assert line.startswith(f"mt-grpo: The vLLM server at {server.url} holds the weights of another run (process ")
-    assert f"process {run.process.pid} on" in line and "`vllm_server_port`" in line
-    faulty.go.set()
-    assert run.wait() == 0, run.log
-    assert sampled(run.folder) == sampled(undisturbed.folder)
 
 
 @pytest.fixture(scope="module")

@@ -257,7 +257,6 @@ def test_a_game_is_made_of_its_keys(named):
             "`tools` is set both in `env` of the type `tools` and beside it: leave one of them out.",
         ),
         ({"environments": {"a": {"type": "gyn"}}}, "`environments: a: type` is 'gyn'; the nearest is 'gym': choose"),
-        ({"environments": {"a": {}}, "env": "mt_grpo.envs.MultiTurnToolEnv"}, "`env` and `environments` are both set"),
         ({"environments": {}}, "`environments` is a mapping from the names"),
         ({"environments": "[1]"}, "`environments` is a mapping from the names"),
         ({"environments": {"a": 3}}, "`environments: a` is 3: give a dotted path, or a mapping"),

@@ -202,7 +202,6 @@ TODAY = rows(date="today")
 @pytest.mark.parametrize(
     ("factory", "data", "options", "problem"),
     [
-        (3, rows(), {}, "`environment_factory` is 3, which cannot be called"),
         ({}, rows(), {}, "`environment_factory` is an empty dictionary"),
         (Ledger, None, {"max_steps": -1}, "There is no dataset, .* set `max_steps`"),
         ({"a": Ledger}, None, {}, r"Several environments \(a\) need a dataset"),

@@ -144,5 +144,3 @@ def test_gates_that_cannot_open_are_refused(teach):
         teach("explained", rewards=((), ()))
     with pytest.raises(ConfigError, match="judges each group by two others or more, and a batch has 2 of 4"):
         teach("explained", per_device_train_batch_size=8)
-    with pytest.raises(ConfigError, match="`gate` of `teacher` chooses turns to distil, and nothing is distilled"):
-        teach("explained", distillation_coef=0.0)

@@ -270,7 +270,6 @@ def set_later(folder, **options):
 
 
 GRPO = {"config": GRPOConfig}
-COLOCATED = GRPO | {"use_vllm": True, "vllm_server_base_url": "http://a:1"}
 TURNS = {"turn_reward_funcs": ["tool_execution_reward_func"], "importance_sampling_level": "sequence"}
 ONE_OF_TWO = {"reward_funcs": [words, Letters()], "reward_processing_classes": build_tokenizer()}
 
@@ -286,11 +285,10 @@ ONE_OF_TWO = {"reward_funcs": [words, Letters()], "reward_processing_classes": b
         (ONE_OF_TWO, {}, r"The number of reward processing classes \(1\)"),
         ({"reward_funcs": "./no/judge"}, {}, "'./no/judge' cannot be loaded: there is no such folder"),
         ({}, GRPO | {"generation_kwargs": {"num_beams": 2}}, "`generation_kwargs` is .* no effect"),
-        ({}, COLOCATED, "`vllm_mode: colocate` starts its servers itself"),
         ({}, {"config": set_later}, "`use_transformers_continuous_batching` is True; it has no"),
         ({}, TURNS, "lambda_to_go` gives to single turns is lost"),
     ],
-    ids=[*ROWS, *map(str, range(10))],
+    ids=[*ROWS, *map(str, range(9))],
 )
 def test_what_has_no_meaning_here_is_one_sentence(trainer, given, options, message):
     with pytest.raises(ConfigError, match=message):
