@@ -94,7 +94,7 @@ def train(form: str, url: str, quick: bool, *dry: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("forms", nargs="*", help=f"any of {', '.join(FORMS)}")
-    parser.add_argument("--quick", action="store_true", help="one step of the last, dry runs of the others; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="one step of the last, the others dry; writes nothing")
     args = parser.parse_args()
     for form in args.forms:
         if form not in FORMS:
