@@ -2,7 +2,7 @@
 
 import sys
 
-from mt_grpo.app.interrupt import ends_at_once
+from mt_grpo.preemption import ends_at_once
 
 
 def main() -> int:

@@ -19,12 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mt_grpo import __version__
-from mt_grpo.app.interrupt import ends_at_once, print_error, run_interruptibly
 from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, read_request
 from mt_grpo.errors import ConfigError, UserError, refuse_first
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_served
-from mt_grpo.preemption import PreemptedError, leave, listening
+from mt_grpo.preemption import PreemptedError, ends_at_once, leave, listening, print_error, run_interruptibly
 from mt_grpo.trajectory import visible
 
 if TYPE_CHECKING:

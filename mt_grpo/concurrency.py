@@ -489,10 +489,7 @@ async def call(
     timeout: float | None = None,
     late: Callable[[Any], object] | None = None,
 ) -> Any:
-    """
-    Calls a function of the user's: an `async` one in the event loop, any other in a thread of its own. `late`, which
-    may be `async`, is given what such a thread returns when nobody waits for it any more.
-    """
+    """Calls a user's function: an `async` one in the loop, others in a thread, whose late result goes to `late`."""
     if inspect.iscoroutinefunction(function):
         result = function(*args)
         if timeout is None:

@@ -136,10 +136,7 @@ ONLY_MAIN = "only works in main thread"
 
 
 def describe_error(error: BaseException) -> str:
-    """
-    The kind of an exception and what it says, as far as it can say it; of a group also its first member's. Where code
-    failed for its thread, also the mend.
-    """
+    """The kind of an exception and what it says, of a group also its first member's; with a mend, if it has one."""
     if isinstance(error, RemoteError):
         return error.said
     try:

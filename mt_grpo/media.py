@@ -145,10 +145,7 @@ def _is_unread_part(part: object) -> bool:
 
 
 def snapshot_parts(content: list[Any]) -> list[Any]:
-    """
-    The parts of a content with images that nobody else can draw on: copies, or files opened again where they are not
-    decoded. A tool or an environment may draw on one image turn after turn, and each turn shows what it was then.
-    """
+    """The parts of a content with copies of images, on which a tool or an environment may draw turn after turn."""
     return [
         {**part, **{key: _snapshot(part[key]) for key in ("image", "video") if key in part}}
         if isinstance(part, dict)

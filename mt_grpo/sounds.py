@@ -206,10 +206,7 @@ class Sound:
 
 
 def read_part(part: dict[str, Any], of_row: bool = False) -> dict[str, Any]:
-    """
-    A part that plays a sound in the form that chat templates take: `{"type": "audio", "audio": ..., "seconds": ...}`,
-    with a `Sound`. Its other keys stay. See `mt_grpo.sounds.file_of` for `of_row`.
-    """
+    """A part with a `Sound` as chat templates take it, with its `seconds`; its other keys stay."""
     found = [(key, part[key]) for key in _GIVEN if part.get(key) is not None]
     if len(found) != 1:
         keys = " and ".join(repr(key) for key, _ in found)
@@ -234,11 +231,7 @@ def read_part(part: dict[str, Any], of_row: bool = False) -> dict[str, Any]:
 
 
 def _read_sound(value: Any, rate: int | None = None, of_row: bool = False) -> Sound:
-    """
-    A sound, from what datasets, tools and requests have: an array, `{"array": ..., "sampling_rate": ...}`, a decoder
-    of torchcodec's (rows of `datasets.Audio`), a path, the bytes of a file, `{"bytes": ...}` or `{"path": ...}`, or a
-    `data:` URL. Channels of a file are averaged, as transformers does.
-    """
+    """A `Sound` of an array, a decoder of torchcodec's, a path, bytes or a `data:` URL, alone or in a dictionary."""
     if isinstance(value, Sound):
         return value
     if _is_decoder(value):

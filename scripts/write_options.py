@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mt_grpo.app.build import build_schema
 from mt_grpo.app.commands import fill_tables
-from mt_grpo.app.schema import SHIPPED
+from mt_grpo.app.recipe_file import SHIPPED
 from mt_grpo.doctor.suggest import fill_numbers
 
 if __name__ == "__main__":

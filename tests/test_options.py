@@ -13,7 +13,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from mt_grpo.app import commands as help
 from mt_grpo.app.build import MTGRPOScriptArguments, build_schema
-from mt_grpo.app.schema import Schema, SchemaOption
+from mt_grpo.app.recipe_file import Schema, SchemaOption
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.model import FORWARDS
 from mt_grpo.options.rules import CONFLICTS

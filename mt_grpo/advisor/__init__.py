@@ -11,12 +11,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.app.interrupt import ends_at_once
-from mt_grpo.app.recipe_file import CONFIG, read_file
+from mt_grpo.app.recipe_file import CONFIG, load_schema, read_file
 from mt_grpo.app.request import read_words, whole_number
-from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import UserError
 from mt_grpo.options.table import Values
+from mt_grpo.preemption import ends_at_once
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.files import find
 from mt_grpo.runlog.schema import Row

@@ -357,10 +357,7 @@ def compare(
     scale_rewards: Scale = "none",
     scales: Mapping[str, Scale] | None = None,
 ) -> tuple[Judgement, dict[str, str]]:
-    """
-    Holds the steps of rules, as the run makes them, against the gradients of `leave_one_out` without scaling, which is
-    unbiased whatever the rewards are: against that of all rewards together, and that of each reward by itself.
-    """
+    """Holds the steps of rules against unscaled gradients of `leave_one_out`: of all rewards and of each alone."""
 
     def per_group(rule: Rule, rewards: RewardBatch, scale: Scale, weights: Tensor | None) -> Tensor:
         takes_scale = "scale_rewards" in whole_rule(rule, turn_coef=None, scale_rewards="group")

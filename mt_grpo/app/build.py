@@ -87,10 +87,7 @@ class Recipe:
         return {**named, "dtype": model.dtype, **(self.training.model_init_kwargs or {})}
 
     def resolved(self) -> dict[str, Any]:
-        """
-        Every option with its value, as plain YAML types, secrets masked as transformers does: a recipe of the same
-        run. `generation_batch_size` follows from the others, and TRL refuses it beside `steps_per_generation`.
-        """
+        """Every option with its value, as plain YAML types, secrets masked: a recipe of the same run."""
         options = {**asdict(self.script), **asdict(self.model), **self.training.to_dict()}
         del options["generation_batch_size"]
         return json.loads(json.dumps(options, default=str))

@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import mt_grpo
-from mt_grpo.app.interrupt import print_error
-from mt_grpo.app.recipe_file import read_mapping, shipped
+from mt_grpo.app.recipe_file import SHIPPED, SchemaOption, load_schema, read_mapping, shipped
 from mt_grpo.app.request import OF_HOSTS, OWN_OPTIONS, WORDS
-from mt_grpo.app.schema import SHIPPED, SchemaOption, load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options.table import GROUPS, OPTIONS, Option
+from mt_grpo.preemption import print_error
 from mt_grpo.servers import vllm_environment
 
 _ACCELERATE = "accelerate/"

@@ -34,11 +34,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mt_grpo.app.commands import find_accelerate_config, read_accelerate_config
-from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.request import OF_LAUNCHER, Request
 from mt_grpo.errors import ConfigError, UserError, libraries_may_refuse, refuse_first
 from mt_grpo.options.table import Values
-from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening
+from mt_grpo.preemption import FOLDER, SIGNALS, STATUS, left, listening, print_error
 
 _RENDEZVOUS_SECONDS = 900
 """Seconds that hosts wait for each other: a cluster starts them one by one. A shorter `ddp_timeout` holds here too."""
@@ -194,7 +193,13 @@ def _launch(path: Path, request: Request) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:  # else it has said why by itself
-                print_error(UserError(_killed(rank, -failure.exitcode)))
+                name = signal.Signals(-failure.exitcode).name
+                memory = ", as a system does that has no memory left" if name == "SIGKILL" else ""
+                error = UserError(
+                    f"Process {rank} was ended by {name}{memory}: run the same command with `--resume_from_checkpoint "
+                    "auto` to go on from the last checkpoint."
+                )
+                print_error(error)
             return _status(failure.exitcode)
         except subprocess.CalledProcessError as error:
             return _status(error.returncode)
@@ -205,15 +210,6 @@ def _launch(path: Path, request: Request) -> int:
             _end_processes(error.args[0] if error.args else signal.SIGINT)
             raise
         return STATUS if left(told) else 0
-
-
-def _killed(rank: int, number: int) -> str:
-    name = signal.Signals(number).name
-    memory = ", as a system does that has no memory left" if number == signal.SIGKILL else ""
-    return (
-        f"Process {rank} was ended by {name}{memory}: run the same command with `--resume_from_checkpoint auto` to go "
-        "on from the last checkpoint."
-    )
 
 
 def _check(path: Path, content: dict[str, Any], hosts: _HostGroup, given: dict[str, Any]) -> dict[str, Any] | None:

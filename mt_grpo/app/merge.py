@@ -18,9 +18,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 from trl.trainer.utils import create_model_from_path
 
-from mt_grpo.app.recipe_file import CONFIG, read_file
+from mt_grpo.app.recipe_file import CONFIG, load_schema, read_file
 from mt_grpo.app.request import check_new, read_words, whole_number
-from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import MISREAD, ConfigError, libraries_may_refuse
 from mt_grpo.imports import in_home
 from mt_grpo.options.table import Values

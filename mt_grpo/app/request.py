@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.app.recipe_file import CONFIG, check_trust, pop_variables, read_file, recipes_in
-from mt_grpo.app.schema import Schema, SchemaOption, load_schema
+from mt_grpo.app.recipe_file import (
+    CONFIG,
+    Schema,
+    SchemaOption,
+    check_trust,
+    load_schema,
+    pop_variables,
+    read_file,
+    recipes_in,
+)
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import FORMATS, check_place, did_you_mean, in_home, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable

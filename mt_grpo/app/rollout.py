@@ -54,10 +54,7 @@ def show(
     console: Console,
     recorded: Trajectory | None = None,
 ) -> int:
-    """
-    Runs conversations of a few prompts, and shows one of each, or all that go on from a turn of a recorded one, what
-    stands out, and with `--audit` what the rewards tell apart; `--save` keeps them. 1 where all failed, which is told.
-    """
+    """Runs and shows conversations, with `--audit` what rewards tell apart, and saves them; 1 where all failed."""
     audits, folder = own["audit"], own["save"]
     again = None if recorded is None else Again(_row_of(recorded, trainer), recorded, own["turn"] - 1)
     shown_alone = folder is None and not audits and again is None

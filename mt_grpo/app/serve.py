@@ -126,7 +126,7 @@ def _trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str
     args, model = recipe.training, recipe.model
     name = resolve_model(model.model_name_or_path)
     ((host, port),) = _addresses(args, 1)
-    served, base, settings = served_name(name), resolve_base(name), adapter_settings(name)
+    served, base, settings = _served_name(name), resolve_base(name), adapter_settings(name)
     command = [
         *(str(interpreter()), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", base, "--served-model-name", f"{served}-base" if settings else served),
@@ -308,10 +308,10 @@ def _at_server(url: str, name: str, args: MTGRPOConfig, tokenizer: PreTrainedTok
         served = {entry["id"]: entry.get("max_model_len") for entry in found}
     except (EngineError, KeyError, TypeError) as error:
         raise ConfigError(f"There is no vLLM server at {url} ({error}): start it with `mt-grpo serve RUN`.") from error
-    ours = served_name(name) if served_name(name) in served else next(iter(served), "")
-    if not ours or (ours != served_name(name) and len(served) > 1):
+    ours = _served_name(name) if _served_name(name) in served else next(iter(served), "")
+    if not ours or (ours != _served_name(name) and len(served) > 1):
         raise ConfigError(
-            f"The server at {url} has the models {', '.join(served)}, and not {served_name(name)!r}: start it with "
+            f"The server at {url} has the models {', '.join(served)}, and not {_served_name(name)!r}: start it with "
             "`mt-grpo serve` and the same folder."
         )
     config = AutoConfig.from_pretrained(resolve_base(name), **source_options(args))
@@ -319,7 +319,7 @@ def _at_server(url: str, name: str, args: MTGRPOConfig, tokenizer: PreTrainedTok
     return client
 
 
-def served_name(name: str) -> str:
+def _served_name(name: str) -> str:
     """What a server calls the model of a folder; one of the Hub keeps its name."""
     path = Path(name)
     return path.resolve().name if path.is_dir() else name

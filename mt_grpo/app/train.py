@@ -34,12 +34,11 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.options.values import HAS_A_USER, env_type
-from mt_grpo.preemption import PreemptedError
+from mt_grpo.preemption import PreemptedError, print_error
 from mt_grpo.rewards import RewardError, RewardFunc
 from mt_grpo.rollout import RolloutError
 from mt_grpo.rollout.token_row import examine_template

@@ -320,7 +320,7 @@ def adapter_settings(folder: str | Path) -> dict[str, Any] | None:
         ) from None
 
 
-def find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
+def _find_checkpoint(wanted: str | bool | None, output_dir: str) -> str | None:
     """The folder that `resume_from_checkpoint` names: `true` the latest whole one, `auto` also none."""
     if wanted is None or str(wanted).lower() == "false":
         return None
@@ -355,10 +355,10 @@ def resume_point(wanted: str | bool | None, args: TrainingArguments) -> str | No
     another host has the whole checkpoint. This is a collective call.
     """
     if not several_hosts(args):
-        return find_checkpoint(wanted, args.output_dir)
+        return _find_checkpoint(wanted, args.output_dir)
     found, error = None, None
     try:
-        found = find_checkpoint(wanted, args.output_dir)
+        found = _find_checkpoint(wanted, args.output_dir)
     except ConfigError as refusal:
         error = str(refusal)
     answers = gather_object([(found, error, found is not None and is_whole(Path(found)))])

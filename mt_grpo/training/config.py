@@ -151,10 +151,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         return whole
 
     def check(self) -> None:
-        """
-        Holds the options against each other: `ConfigError` for the first rule that they break. TRL's
-        `max_tool_calling_iterations` is taken as `max_env_steps`.
-        """
+        """Holds the options against each other; TRL's `max_tool_calling_iterations` is taken as `max_env_steps`."""
         names = registered_names(self.weight_sync)
         if self.env is not None:  # its module, which is not imported yet, may register a protocol
             del names["call_protocol"]
@@ -199,10 +196,7 @@ class MTGRPOConfig(RunOptions, GRPOConfig):
         return chosen_rule(self.advantage_estimator, has_turn_rewards)
 
     def check_credit(self, has_turn_rewards: bool) -> None:
-        """
-        Looks up the credit rule, and checks it against its options and the loss: `ConfigError` if there is no such
-        rule, it does not take its options, or the loss takes away the credit that it gives to turns.
-        """
+        """Looks up the credit rule, and refuses one that does not go with its options or with the loss."""
         rule = self.credit_rule(has_turn_rewards)
         bind_rule(rule, **self.rule_options)
         name = rule_name(rule)

@@ -65,13 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class Distillation:
-    """
-    Has a trainer's teacher read its batches. `rewards` are all, state scores too; `outcomes` those of whole
-    conversations.
-
-    Raises:
-        ConfigError: If the teacher is to see what no conversation of the run can have, or its gate cannot open.
-    """
+    """Has a trainer's teacher read its batches; refuses hints and a gate that its run cannot have."""
 
     def __init__(
         self,
@@ -131,11 +125,7 @@ class Distillation:
     # Reading
 
     def read(self, batch: RolloutBatch) -> None:
-        """
-        Fills in `teacher_logprobs` and `teacher_log_ratios` of a batch's trajectories, once. The log-probs have the
-        temperature of sampling, and no truncation. This is a collective call: every process brings the same number of
-        rows, and makes the same number of forwards, whatever is in them.
-        """
+        """Fills in `teacher_logprobs` and `teacher_log_ratios` once, at the temperature of sampling. Collective."""
         trainer, teacher = self._trainer, self._trainer.teacher
         if trainer.args.teacher is None or batch.taught or (self.needs_outcomes and batch.scores is None):
             return
@@ -203,10 +193,7 @@ class Distillation:
         return by_tree(found), by_tree(likeliest) if top else None
 
     def _parts(self, trees: Sequence[TokenTree], size: int) -> list[list[TokenTree]]:
-        """
-        The trees of each forward, `size` at most. With hints they are large, and cut between turns: `ROW_TOKENS` go in
-        one forward, or `size` rows. This is a collective call: each process makes as many forwards.
-        """
+        """The trees of each forward: `size` rows, or with hints `ROW_TOKENS`, cut between turns. Collective."""
         parts = [list(trees[start : start + size]) for start in range(0, len(trees), size)]
         if not self._sees:
             return parts
@@ -408,7 +395,11 @@ class Distillation:
             trainer._metrics[mode]["teacher/reverse_kl"].append((sums[0] / sums[1]).item())
         loss = log_ratios * logps
         if others is not None:
-            loss = _divergence(others, inputs[TOP][:, :, 1]) * mask
+            # among the likeliest tokens, whose log-probs need not add up to 1
+            policy, likeliest = (
+                each.log_softmax(dim=-1) for each in (others, inputs[TOP][:, :, 1].nan_to_num(nan=0.0))
+            )
+            loss = (policy.exp() * (policy - likeliest)).sum(dim=-1) * mask
         if "old_per_token_logps" in inputs:
             loss = loss * (logps.detach() - inputs["old_per_token_logps"]).clamp(-20, 20).exp().clamp(max=_CLIP)
         if "importance_sampling_ratio" in inputs:
@@ -430,12 +421,6 @@ class Distillation:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _divergence(policy: Tensor, teacher: Tensor) -> Tensor:
-    """The reverse KL divergence `(B, T)` among `k` tokens, from their log-probs `(B, T, k)`, which need not add up."""
-    policy, teacher = (values.log_softmax(dim=-1) for values in (policy, teacher.nan_to_num(nan=0.0)))
-    return (policy.exp() * (policy - teacher)).sum(dim=-1)
 
 
 # Hints
@@ -518,12 +503,8 @@ def _explained(ratios: Tensor, outcomes: Tensor, group_size: int) -> tuple[Tenso
     """
     The squared deviations of outcomes from their group's mean, `(1 + B / G, K)`, that a line through the log-ratios
     leaves, and all of them. Each group's line is that of the others. The first row is of all groups; each further one
-    leaves out a group, whose own words have no part in it.
-
-    Args:
-        ratios (`Tensor`): `(B, K)`; NaN where a turn was not read.
-        outcomes (`Tensor`): `(B,)`; NaN where there is none.
-        group_size (`int`): Rows of a group.
+    leaves out a group, whose own words have no part in it. `ratios` `(B, K)` and `outcomes` `(B,)` are NaN where there
+    are none.
     """
     known = ~(ratios + outcomes[:, None]).isnan()
     count = known.view(-1, group_size, known.size(1)).sum(dim=1, keepdim=True).clamp(min=1)

@@ -46,7 +46,12 @@ class Forwards:
         self._trainer = trainer
         self._proven: set[object] = set()  # see `prove_shown`
         self._asks_for_routes = route_shape(trainer.model.config) is not None
-        _prepare_router_loss(trainer)
+        if trainer.aux_loss_enabled and not has_router_loss(trainer.model.config):  # as of some of Granite 4
+            coef = args.router_aux_loss_coef
+            refuse_first(
+                (coef, f"`router_aux_loss_coef: {coef}` balances experts, and this model has none: leave it out.")
+            )
+            trainer.aux_loss_enabled = False
         group = _sequence_group(trainer)
         by_turn = args.forward == "turn_by_turn"
         refuse_first(
@@ -145,7 +150,9 @@ class Forwards:
         mine: dict[object, TokenRow] = {}
         for row in sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.ids), reverse=True):
             if any(row.mask):
-                mine |= dict.fromkeys(_shown_by(row), row)  # the shortest at last
+                kinds: set[object] = {kind_of(number) for number in row.media}
+                sounds = {image.lengths for number, image in row.media.items() if kind_of(number) == SOUND}
+                mine |= dict.fromkeys(kinds | sounds, row)  # the shortest at last
         shown = set().union(*gather_object([set(mine)]))
         lengths = sorted(each for each in shown if isinstance(each, tuple))
         new = (shown - set(lengths) | ({_SEVERAL} if len(lengths) > 1 else set())) - self._proven
@@ -195,18 +202,6 @@ def _candidates(columns: Columns) -> list[np.ndarray]:
         ids = top[: int(completion.sum()), 0].nan_to_num(nan=0.0).long().cpu().numpy()
         found.append(np.concatenate([np.zeros((int(prompt.sum()), ids.shape[1]), dtype=np.int64), ids]))
     return found
-
-
-def _prepare_router_loss(trainer: GRPOTrainer) -> None:
-    """Keeps TRL from asking for a loss that balances experts where a model has none, as some of Granite 4."""
-    if not trainer.aux_loss_enabled or has_router_loss(trainer.model.config):
-        return
-    if trainer.args.router_aux_loss_coef:
-        raise ConfigError(
-            f"`router_aux_loss_coef: {trainer.args.router_aux_loss_coef}` balances experts, and this model has none: "
-            "leave it out."
-        )
-    trainer.aux_loss_enabled = False
 
 
 def _sequence_group(trainer: GRPOTrainer) -> SequenceGroup | None:
@@ -308,13 +303,6 @@ def keep_outputs_exact(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, output_dtype=None, reduce_dtype=torch.float32
         )
-
-
-def _shown_by(row: TokenRow) -> set[object]:
-    """The kinds of what a row shows, and the lengths of each sound's features."""
-    kinds: set[object] = {kind_of(number) for number in row.media}
-    sounds = (image for number, image in row.media.items() if kind_of(number) == SOUND)
-    return kinds | {sound.lengths for sound in sounds}
 
 
 # The distribution that tokens are sampled from

@@ -138,10 +138,7 @@ def source_options(args: MTGRPOConfig, revision: str | None = None) -> dict[str,
 
 
 def loading_options(model: str | PreTrainedModel, args: MTGRPOConfig) -> dict[str, Any] | None:
-    """
-    `model_init_kwargs` for TRL's trainer, with the class of a named model where the options say where it is: TRL reads
-    the class from a configuration that it looks for by the name alone.
-    """
+    """`model_init_kwargs` for TRL's trainer, with the model's class, which TRL looks for by the name alone."""
     given = args.model_init_kwargs
     if not isinstance(model, str) or given is None or not given.keys() & set(OF_SOURCE) - {"trust_remote_code"}:
         return given

@@ -304,11 +304,7 @@ class SmallerSteps(TrainerCallback):
 
 
 class ModelCopy:
-    """
-    The weights that an engine in this process samples with while the trainer changes its own: a copy, which is brought
-    up to date between two batches of the engine. Conversations go on with it. It has those methods of a
-    `WeightSync` that a trainer calls.
-    """
+    """The weights that an engine here samples with while the trainer changes its own; called as a `WeightSync` is."""
 
     def __init__(self, engine: Engine, model: PreTrainedModel, accelerator: Accelerator, args: MTGRPOConfig) -> None:
         otherwise = "set `use_vllm: true`, or leave `max_staleness` at 0."

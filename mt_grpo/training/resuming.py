@@ -84,11 +84,7 @@ def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _take_given(
     optimizer: Optimizer, scheduler: object, given: list[dict[str, Any]]
 ) -> dict[str, tuple[object, object]]:
-    """
-    Gives an optimizer and its schedule back what a checkpoint replaced. The step that the schedule is
-    at, and what the optimizer remembers of gradients, stay the checkpoint's. A schedule that is no function of the
-    step keeps the rate too.
-    """
+    """Gives an optimizer and its schedule back the options that a checkpoint replaced; returns what differed."""
     if isinstance(scheduler, AcceleratedScheduler):  # DeepSpeed's
         scheduler = scheduler.scheduler
     changed: dict[str, tuple[object, object]] = {}
@@ -147,10 +143,7 @@ class ResumableTrainer(GRPOTrainer):
     _hyperparameters: list[dict[str, Any]]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
-        """
-        Trains as TRL does; `True` goes on from the latest checkpoint that is whole. If the folder has records of an
-        earlier run that is not resumed, warns and adds to them.
-        """
+        """Trains as TRL does; `True` goes on from the latest whole checkpoint. Warns of records of another run."""
         check_batch_sizes(self.args)
         check_rows_suffice(self.args, self.train_dataset)
         checkpoint = resume_point(resume_from_checkpoint, self.args)

@@ -54,15 +54,7 @@ from mt_grpo.trajectory import Trajectory
 
 
 class RunRewards:
-    """
-    The rewards of a run: those that the trainer was given, under TRL's names or ours, else those of the options, and
-    those that environments bring.
-
-    Attributes:
-        turn, outcome, state (`list[RewardFunc]`): By what they judge.
-        tokenizers (`list`): TRL's `reward_processing_classes`, one for each of `turn` and `outcome`.
-        weights (`list[float]`, *optional*): `reward_weights` of the same.
-    """
+    """The rewards of a run, by what they judge, with TRL's tokenizers and weights of turn and outcome rewards."""
 
     def __init__(
         self,
@@ -389,11 +381,7 @@ class RightAnswers:
             batch.leaves = self._leaves(batch, asking)
 
     def score(self, batch: RolloutBatch) -> None:
-        """
-        Fills in `answer_logprobs` of a batch's trajectories, as far as the forward of the old log-probs has not; a
-        trajectory that failed has `None` for every turn. This is a collective call: every process brings the same
-        number of rows, and makes the same number of forwards, whatever is in them.
-        """
+        """Fills in missing `answer_logprobs`; `None` for turns of failed trajectories. A collective call."""
         asking = self.asked_of("server")
         if asking:
             batch.leaves = self._leaves(batch, asking)

@@ -216,16 +216,8 @@ class RolloutBatch:
                 values = self.extra.setdefault(name, [None] * len(self.rows))
                 values[row] = again.extra[name][row] if name in again.extra else None
 
-    def leave_out_routes(self) -> None:
-        """Forgets which experts the tokens went to."""
-        for row in self.token_rows:
-            row.prompt_routes = row.routes = b""
-
     def leave_out(self, pad_token_id: int, mask_truncated: bool) -> None:
-        """
-        Masks the completions that must not be trained on: those of conversations that failed, and, with
-        `mask_truncated`, those that were cut off. A completion without tokens gets a masked one, for valid shapes.
-        """
+        """Masks completions of conversations that failed, or, with `mask_truncated`, were cut; none stays empty."""
         for trajectory, row in zip(self.trajectories, self.token_rows, strict=True):
             if not row.ids:
                 row.ids, row.logprobs = [pad_token_id], [float("nan")]
@@ -240,10 +232,7 @@ class RolloutBatch:
             masked.routes += NO_ROUTE.to_bytes() * len(masked.routes)
 
     def generated(self, media_token: int | None = None) -> tuple[Any, ...]:
-        """
-        The result of TRL's `_generate`. Its completions are for TRL's table, which people read. TRL decodes the ids,
-        so those of images are `media_token` here, see `token_columns`.
-        """
+        """The result of TRL's `_generate`, which decodes the ids, so that those of images are `media_token` here."""
 
         def known(ids: list[int]) -> list[int]:
             return ids if media_token is None else [media_token if token < 0 else token for token in ids]
@@ -318,10 +307,7 @@ TOKENS_OF_ALL = ("cispo", "dapo", "vespo")
 
 
 def leave_out(output: Columns, kept: torch.Tensor) -> None:
-    """
-    Keeps only some rows `(B,)` in the loss of the batch that TRL trains on. `share_out` does the rest once it is dealt
-    out to micro-batches. This is a collective call.
-    """
+    """Keeps only some rows `(B,)` in the loss; `share_out` does the rest in micro-batches. A collective call."""
     output["kept"] = kept
     output["tool_mask"] = output["tool_mask"] * kept[:, None]
     trained = (output["completion_mask"] * output["tool_mask"]).sum()
@@ -329,11 +315,7 @@ def leave_out(output: Columns, kept: torch.Tensor) -> None:
 
 
 def share_out(batches: list[Columns], loss_type: str) -> None:
-    """
-    Gives each micro-batch the factor by which its loss grows, so that the loss is what it would be without the rows
-    that were left out: TRL divides by rows, by micro-batches (`bnpo`) or by trained tokens, which are right already.
-    This is a collective call.
-    """
+    """Gives micro-batches the factor by which losses grow that TRL divides by rows or micro-batches. Collective."""
     if loss_type in TOKENS_OF_ALL:
         return
     if loss_type == "bnpo":

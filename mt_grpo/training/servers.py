@@ -91,7 +91,7 @@ def server_client(
     )
 
 
-def weight_sync(
+def _weight_sync(
     args: MTGRPOConfig, client: VLLMServerClient, get_model: Callable[[], PreTrainedModel], accelerator: Accelerator
 ) -> WeightSync:
     """The sync of weights by the transport of the options; `ServerSetupError` if a server cannot be used."""
@@ -157,7 +157,10 @@ def command_at(host: str, port: int, args: MTGRPOConfig, model: ModelConfig) -> 
     if args.use_cpu or not torch.cuda.is_available():
         # a seeded prompt split over two steps ends vLLM's CPU build ("CPU Generator does not use offset")
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        if config is not None and _carries_state(config):
+        layers = [] if config is None else getattr(config.get_text_config(), "layer_types", None) or []
+        # with layers of linear attention, state spaces or convolutions
+        stateless = ("mlp", "moe")
+        if any(kind == "linear_attention" or "attention" not in kind and kind not in stateless for kind in layers):
             command.append("--no-enable-prefix-caching")  # states are cached where prompts are split only
         elif routes:
             command += ["--enable-return-routed-experts", "--no-async-scheduling"]
@@ -196,12 +199,6 @@ def _read_config(name: str, args: MTGRPOConfig, model: ModelConfig) -> PreTraine
     except (OSError, ValueError):
         return None
     return config
-
-
-def _carries_state(config: PreTrainedConfig) -> bool:
-    """Whether a model has layers of linear attention, state spaces or convolutions."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    return any(kind == "linear_attention" or "attention" not in kind and kind not in ("mlp", "moe") for kind in kinds)
 
 
 def check_vllm() -> None:
@@ -321,7 +318,7 @@ def connect(trainer: GRPOTrainer) -> tuple[VLLMServerClient, WeightSync]:
     own = _start_own_server(args, accelerator.unwrap_model(trainer.model)) if colocates(args) else None
     try:
         everywhere(lambda: run_here(client.connect(), accelerator.device))
-        sync = weight_sync(args, client, lambda: trainer.model, accelerator)
+        sync = _weight_sync(args, client, lambda: trainer.model, accelerator)
     except BaseException:
         if own is not None:
             own.close()

@@ -59,14 +59,7 @@ _APART = 0.5  # nats per token of the probe, of which other kernels and batches 
 
 
 def load_teacher(trainer: GRPOTrainer) -> nn.Module | ServerTeacher | None:
-    """
-    The teacher of a run: on its server, or as a model, frozen and spread over processes as TRL spreads its reference
-    model, and loaded with the policy's options but those that say where the policy is; `None` without one, or where it
-    is the policy itself.
-
-    Raises:
-        ConfigError: If it is not there, has other tokens than the policy, or reads too few.
-    """
+    """The teacher: on its server, or a model that is spread as TRL's reference; `None` if it is none or the policy."""
     args, accelerator = trainer.args, trainer.accelerator
     if args.teacher is None:
         return None
@@ -149,16 +142,7 @@ def _check_tokens(name: str, teacher: PreTrainedTokenizerBase, policy: PreTraine
 
 
 class ServerTeacher:
-    """
-    A teacher that a vLLM server has. Each root-to-leaf path of a conversation's tree is one request.
-
-    Args:
-        name (`str`): The model, by the server's name for it, or as the server loaded it.
-        url (`str`): The server's address.
-
-    Raises:
-        ConfigError: If the server is not there, serves another model, or gives no log-probs of prompts.
-    """
+    """A teacher that a vLLM server has: each root-to-leaf path of a conversation's tree is one request."""
 
     def __init__(self, name: str, url: str, top: int | None = None) -> None:
         self._server, self._top = Server(url), top or 0
@@ -270,14 +254,7 @@ TEACHER = "teacher.tensors"
 
 
 class TeacherWeights(TrainerCallback):
-    """
-    The weights with which the policy began, or their exponential mean, `(1 - rate) * mean + rate * policy` after every
-    `teacher_sync_steps` steps as in TRL's `SDPOTrainer`: those that are trained, in float32, each spread as the
-    policy's is.
-
-    Raises:
-        ConfigError: If weights are spread in a way in which they cannot be exchanged.
-    """
+    """The float32 weights of the policy as it began, or their exponential mean as in TRL's `SDPOTrainer`."""
 
     def __init__(self, trainer: GRPOTrainer, given: dict[str, Any]) -> None:
         self._kind = given["teacher_model_kind"]

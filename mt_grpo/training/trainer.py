@@ -384,10 +384,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.scores = batch.scores or self._score(batch)
         self.distillation.read(batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
-        if not self.args.replays_routes:
-            batch.leave_out_routes()
-        else:
+        if self.args.replays_routes:
             self.forwards.warn_without_routes(batch)
+        else:
+            for row in batch.token_rows:
+                row.prompt_routes = row.routes = b""
         batch.leave_out(self._tokenizer.pad_token_id, self.args.mask_truncated_completions)
         self.right_answers.hang(batch)
         self.forwards.prove(max(gather_object([batch.longest])))

@@ -21,9 +21,8 @@ from trl import get_peft_config
 
 from mt_grpo.app import request
 from mt_grpo.app.build import build_schema
-from mt_grpo.app.recipe_file import read_file
+from mt_grpo.app.recipe_file import SHIPPED, load_schema, read_file
 from mt_grpo.app.request import read_request
-from mt_grpo.app.schema import SHIPPED, load_schema
 from mt_grpo.envs.source import tool_names
 from mt_grpo.rewards import REWARDS, OutcomeReward, load_rewards
 from mt_grpo.tools.loading import TOOLS

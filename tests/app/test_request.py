@@ -11,8 +11,8 @@ import sys
 import pytest
 from support.recipes import RECIPES, ROOT
 
+from mt_grpo.app.recipe_file import load_schema
 from mt_grpo.app.request import check_places, check_writable
-from mt_grpo.app.schema import load_schema
 from mt_grpo.errors import ConfigError
 from mt_grpo.options.values import SYNONYMS, refuse_unknown
 

@@ -19,9 +19,9 @@ from support.own_process import TERMINAL
 from support.waiting import until
 
 from mt_grpo import concurrency
-from mt_grpo.app.interrupt import run_interruptibly
 from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.preemption import run_interruptibly
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.runlog.files import Heartbeat
 
@@ -64,7 +64,7 @@ def test_ctrl_c_during_imports_is_one_line(module, command):
 LOST = """
 import signal, sys, time
 
-from mt_grpo.app.interrupt import run_interruptibly
+from mt_grpo.preemption import run_interruptibly
 
 
 class Gone:

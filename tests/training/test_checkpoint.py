@@ -22,10 +22,10 @@ from transformers import TrainerCallback
 from mt_grpo.errors import ConfigError
 from mt_grpo.training.checkpoint import (
     CheckpointError,
+    _find_checkpoint,
     batch_options,
     check_checkpoint,
     check_sharding,
-    find_checkpoint,
     is_whole,
     latest_checkpoint,
     save_rollouts,
@@ -79,12 +79,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(folder, caplog):
             SPOILED[how](last / name)
             caplog.clear()
             with caplog.at_level(logging.WARNING):
-                assert find_checkpoint("true", str(folder)) == str(before)
+                assert _find_checkpoint("true", str(folder)) == str(before)
             (said,) = caplog.messages
             problem = f"{last} is damaged, its {name} {'is gone' if how == 'gone' else 'cannot be read'}"
             assert problem in said and f"goes on from the checkpoint before, {before}" in said
             with pytest.raises(ConfigError, match=f"checkpoint-2 is damaged, its {name} .*: resume from another one"):
-                find_checkpoint(str(last), str(folder))
+                _find_checkpoint(str(last), str(folder))
         (last / name).write_bytes(sound)
     for name in STATES[1:]:
         (last / name).unlink()
@@ -104,11 +104,11 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over(folder, build):
 def test_the_folder_of_a_run_is_no_checkpoint(tmp_path):
     (tmp_path / "rollouts").mkdir()
     with pytest.raises(ConfigError, match="is no checkpoint: name one, of which this folder has none"):
-        find_checkpoint(str(tmp_path), "elsewhere")
+        _find_checkpoint(str(tmp_path), "elsewhere")
     for step in (2, 10, 1):
         (tmp_path / f"checkpoint-{step}").mkdir()
     with pytest.raises(ConfigError, match=r"checkpoint-1, .*checkpoint-2, .*checkpoint-10\.$"):
-        find_checkpoint(str(tmp_path), "elsewhere")
+        _find_checkpoint(str(tmp_path), "elsewhere")
 
 
 def test_the_one_before_stays_until_the_next_is_whole(build, tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_whatever_torch_raises_of_a_state_is_damage(tmp_path, place, value):
     path.write_bytes(data)
     assert not is_whole(path.parent)
     with pytest.raises(ConfigError, match=r"its rollouts-rank0\.pt cannot be read \("):
-        find_checkpoint(str(path.parent), str(tmp_path))
+        _find_checkpoint(str(path.parent), str(tmp_path))
 
 
 class Executing:

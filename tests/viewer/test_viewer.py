@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from support.models import build_tokenizer
 
-from mt_grpo.app.interrupt import print_error
 from mt_grpo.app.train import _table
 from mt_grpo.errors import UserError
+from mt_grpo.preemption import print_error
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import StopReason, ToolCall, Trajectory, Turn
 from mt_grpo.viewer import render_trajectory, visible

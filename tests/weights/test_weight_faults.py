@@ -18,7 +18,7 @@ from mt_grpo.servers import fleet, http
 from mt_grpo.servers.fleet import Owner
 from mt_grpo.servers.http import RequestFailed, ServerSetupError
 from mt_grpo.training import MTGRPOConfig
-from mt_grpo.training.servers import weight_sync
+from mt_grpo.training.servers import _weight_sync
 from mt_grpo.weights.sync import _told
 
 
@@ -196,7 +196,7 @@ def test_a_run_of_another_process_is_refused_while_it_lives(
     client = VLLMServerClient(replicas[1].http.url, tokenizer)
     args = MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(ServerSetupError, match="another run"):
-        weight_sync(args, client, lambda: model, Accelerator(cpu=True))
+        _weight_sync(args, client, lambda: model, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("end", ["unnoticed", "gone", "another of its number"])

@@ -238,11 +238,7 @@ def print_fewer(callbacks: list[TrainerCallback]) -> None:
 
 
 class _Table:
-    """
-    Shows conversations of the main process when metrics are logged: of the latest batch, and of the first batch of an
-    evaluation, so that evaluations show the same questions. `report_to` gets a table of them, and with
-    `log_completions` the terminal their text. `num_completions_to_print` says how many.
-    """
+    """Shows conversations when metrics are logged: of the latest batch, and of the first batch of an evaluation."""
 
     def __init__(self, args: MTGRPOConfig, trackers: list[TrainerCallback]) -> None:
         self.console = Console()  # where the terminal's are printed; another one where something else is drawn

@@ -29,7 +29,6 @@ from trl import GRPOTrainer
 from mt_grpo.credit import Audit, Credit, Uncredited, explain, rule_label, rule_says, whole_rule
 from mt_grpo.envs.source import tool_names
 from mt_grpo.imports import FORMATS, looks_like_path
-from mt_grpo.rewards import RewardFunc
 from mt_grpo.runlog import Batch, RunLogError, RunWriter, files
 from mt_grpo.runlog.conversation import SpanSender
 from mt_grpo.runlog.files import to_json
@@ -153,15 +152,6 @@ def _split_number(number: int) -> tuple[int, int, int]:
     return number >> _STEP, (number >> _BATCH) % (1 << (_STEP - _BATCH)), number % (1 << _BATCH)
 
 
-def _describe_rewards(turn: Sequence[RewardFunc], outcome: Sequence[RewardFunc], weights: Sequence[float]) -> Lines:
-    """Rewards as the index has them; `weights` are those of turn rewards, then of outcome rewards."""
-    kinds = [*(("turn", reward) for reward in turn), *(("outcome", reward) for reward in outcome)]
-    return [
-        {"name": reward.name, "kind": kind, "weight": round(weight, 6), "maximum": reward.maximum}
-        for (kind, reward), weight in zip(kinds, weights, strict=True)
-    ]
-
-
 def _about(trainer: GRPOTrainer) -> Line:
     """What the index says of a run beside its version, start and rewards."""
     rule = trainer.credit_rule
@@ -180,16 +170,17 @@ def _about(trainer: GRPOTrainer) -> Line:
 
 
 class Records:
-    """
-    Writes the files of `mt_grpo.runlog`. Each process writes its own; the main process writes the index, once all have
-    written theirs, `metrics.jsonl`, and `audit.jsonl` with the mean audit of each log step in which conversations were
-    sampled.
-    """
+    """Writes the files of `mt_grpo.runlog`: each process its own, the main one also index, metrics and audits."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         args = self._args = trainer.args
         weights = trainer.reward_weights.tolist()
-        self.rewards = _describe_rewards(trainer.turn_reward_funcs, trainer.outcome_reward_funcs, weights)
+        kinds = [*(("turn", reward) for reward in trainer.turn_reward_funcs)]
+        kinds += [("outcome", reward) for reward in trainer.outcome_reward_funcs]
+        self.rewards = [
+            {"name": reward.name, "kind": kind, "weight": round(weight, 6), "maximum": reward.maximum}
+            for (kind, reward), weight in zip(kinds, weights, strict=True)
+        ]
         about = self.about = _about(trainer)
         self.save_tokenizer = trainer._tokenizer.save_pretrained
         self.writer = RunWriter(args.output_dir, args.process_index)
@@ -259,10 +250,7 @@ class Records:
     # Optimiser steps and logs
 
     def begin(self, number: int = 0) -> None:
-        """
-        Training begins, perhaps after one that was interrupted. Where it goes on from a checkpoint in `output_dir`,
-        after `number` optimiser steps, the records of later steps are removed: they are taken again. Collective.
-        """
+        """Training begins; a run that goes on after `number` steps loses the records of later ones. Collective."""
         self.audits = []
         if not self.resumes:
             return

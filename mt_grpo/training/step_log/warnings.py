@@ -32,12 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Warnings:
-    """
-    Warns once, and with a count at the end, of what stands out in conversations (`mt_grpo.runlog.findings`), rewards
-    that are `None` for all, and batches without an advantage; once of turn rewards that depend on later turns, reach
-    other turns or count out of proportion, an outcome that hardly reaches the first turn, rewards that go apart over
-    `APART` steps, a biased `mt_grpo`, and a gradient of 0 for `STILL` steps. Only the main process warns.
-    """
+    """Warns in the main process of what batches and gradients show, of each once, and with a count at the end."""
 
     def __init__(
         self,
@@ -100,8 +95,13 @@ class Warnings:
 
     def _judge(self, step: Step, latest: Counts) -> None:
         columns = step.batch.rewards_per_func
-        self._find_bias(step.batch.rewards)
-        self._find_uncredited(step.audit)
+        rule, options = bind_rule(self._rule, **self._args.rule_options)
+        bias = bias_of_turn_coef(step.batch.rewards, options.get("turn_coef", 1.0)) if rule is mt_grpo else None
+        if bias is not None and self._first("bias"):
+            logger.warning("The credit rule 'mt_grpo' is biased on this batch: %s. Take %s.", bias, _KEEPS_PROPORTIONS)
+        uncredited = says_uncredited(step.audit, self._rule, self._args)
+        if uncredited is not None and self._first("uncredited"):
+            logger.warning(uncredited)
         self._find_proportions(step.batch.rewards, step.batch.advantages)
         self._find_apart(step.batch.rewards)
         missing = columns.isnan().all(dim=0).tolist()
@@ -135,19 +135,6 @@ class Warnings:
             return False
         self._said.add(kind)
         return True
-
-    def _find_bias(self, rewards: RewardBatch) -> None:
-        rule, options = bind_rule(self._rule, **self._args.rule_options)
-        if rule is not mt_grpo:
-            return
-        bias = bias_of_turn_coef(rewards, options.get("turn_coef", 1.0))
-        if bias is not None and self._first("bias"):
-            logger.warning("The credit rule 'mt_grpo' is biased on this batch: %s. Take %s.", bias, _KEEPS_PROPORTIONS)
-
-    def _find_uncredited(self, audit: Line) -> None:
-        sentence = says_uncredited(audit, self._rule, self._args)
-        if sentence is not None and self._first("uncredited"):
-            logger.warning(sentence)
 
     def _find_proportions(self, rewards: RewardBatch, advantages: Tensor) -> None:
         if not self._of_turns or not advantages.any() or not self._speaks:
