@@ -136,7 +136,9 @@ def _check_place(module: str, label: str) -> None:
             raise ImportPathError(f"{label} does not import: there is no file {module!r} (from {Path.cwd()}).")
         return
     first = module.partition(".")[0]
-    _make_folder_importable()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    _offer_peers()
     if first not in sys.modules and first.isidentifier() and importlib.util.find_spec(first) is None:
         raise ImportPathError(
             f"{label} does not import: there is no module {first!r}, neither in the current folder ({Path.cwd()}) "
@@ -160,12 +162,6 @@ def _file_of(module: str) -> str:
     """The file of a module, which may be imported under two names; its name if it has no file (a notebook)."""
     file = vars(sys.modules[module]).get("__file__") if module in sys.modules else None
     return module if file is None else str(Path(file).resolve())
-
-
-def _make_folder_importable() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    _offer_peers()
 
 
 def _load_file(path: str) -> ModuleType:

@@ -31,7 +31,7 @@ def show(found: Found) -> None:
     """Prints the table, what is not in it, and the advice."""
     console = Console(soft_wrap=True, width=max(_WIDTH, Console().width))
     say = partial(console.print, highlight=False, markup=False)
-    chosen, comparison = found.chosen, found.comparison
+    chosen, comparison, judged = found.chosen, found.comparison, found.judgement
     groups = len(chosen.rows) // chosen.group_size
     say(
         f"{groups} groups of {chosen.group_size} conversations, {chosen.mode}, step {chosen.step}; {found.turns} "
@@ -48,7 +48,11 @@ def show(found: Found) -> None:
         parts = ("no gradient", "", "")
         if direction is not None:
             parts = tuple(map(_interval, (direction.cosine, direction.signal_to_noise, direction.step)))
-        table.add_row(Text(visible(name)), *parts, Text(_worst(found, label)))
+        worst = ""  # what it does worst, and how far its steps go there in what those of the best rule do
+        if judged.known:
+            item = judged.worst(label)
+            worst = f"{visible(item)} {judged.shares[label][item][0].item():.2f}"
+        table.add_row(Text(visible(name)), *parts, Text(worst))
     console.print(table)
     if named := _names_of_rewards(found):
         listed = "; ".join(f"{item} is `{visible(name)}`" for item, name in named.items())
@@ -67,14 +71,6 @@ def _ordered(found: Found) -> list[str]:
         return found.comparison.directions[label] is None, -score, -found.comparison.ascents[label][0].item()
 
     return sorted(found.comparison.directions, key=key)
-
-
-def _worst(found: Found, label: str) -> str:
-    """What a rule does worst, and how far its steps go there in what those of the best rule do."""
-    if not found.judgement.known:
-        return ""
-    item = found.judgement.worst(label)
-    return f"{visible(item)} {found.judgement.shares[label][item][0].item():.2f}"
 
 
 def _names_of_rewards(found: Found) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""From a recipe to a trainer: everything it names is checked and put together before any work starts."""
+"""
+From a request to a trainer: a YAML file and command-line options over it, as dataclasses; the JSON schema that is made
+from these; and everything they name, checked and put together before any work starts.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,15 @@ from mt_grpo.training.reward_batch import refuse_scorers
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
 from mt_grpo.trajectory import Row, visible
 
+logger = logging.getLogger(__name__)
+
+_MAX_ROWS_READ = 1000  # most rows that are read to find one of each environment
+HIDDEN_TOOLS = "describe them in `system_prompt`, or in the prompts themselves"
+"""What to do where a prompt lacks the tools."""
+_NO_MODEL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+"""Sizes of a model for a trainer whose turns an endpoint takes: nothing is sampled from it."""
+_MAX_SHOWN = 10_000  # most characters of a prompt that a dry run prints
+
 
 @with_options_in_docstring
 @dataclass
@@ -89,7 +101,7 @@ class Recipe:
     def resolved(self) -> dict[str, Any]:
         """Every option with its value, as plain YAML types, secrets masked: a recipe of the same run."""
         options = {**asdict(self.script), **asdict(self.model), **self.training.to_dict()}
-        del options["generation_batch_size"]
+        del options["generation_batch_size"]  # follows from the others, beside which TRL refuses it
         return json.loads(json.dumps(options, default=str))
 
 
@@ -212,14 +224,7 @@ def _types(hint: Any) -> tuple[list[str], str | None]:
     return list(dict.fromkeys(part.get("type", "object") for part in parts)), items
 
 
-logger = logging.getLogger(__name__)
-
-_MAX_ROWS_READ = 1000  # most rows that are read to find one of each environment
-HIDDEN_TOOLS = "describe them in `system_prompt`, or in the prompts themselves"
-"""What to do where a prompt lacks the tools."""
-_NO_MODEL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-"""Sizes of a model for a trainer whose turns an endpoint takes: nothing is sampled from it."""
-_MAX_SHOWN = 10_000  # most characters of a prompt that a dry run prints
+# From a recipe to a trainer
 
 
 def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] | None]:

@@ -403,7 +403,8 @@ def _measure(facts: RunFacts, device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats()
         before: float = torch.cuda.memory_allocated()
     else:
-        _forget_peak()
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux counts this process's highest memory from here, where it may
         before = float(psutil.Process().memory_info().rss)
     with Activations(facts.args, device).kept(model):
         logps = _logps(facts, model, *batch)
@@ -449,12 +450,6 @@ def _logps(facts: RunFacts, model: nn.Module, ids: Tensor, mask: Tensor, scored:
         trees = [FlatTree(row, turns) for row in ids.cpu().numpy()]
         options = {"temperature": args.temperature, "truncation": trained_truncation(args)}
         return score(model, ForwardPlan(trees, forward=args.forward, attention=args.tree_attention, **options)).logps
-
-
-def _forget_peak() -> None:
-    """Makes Linux count this process's highest memory from here, where it may."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
 
 
 def _peak() -> float:
