@@ -203,7 +203,7 @@ def looks_like_path(name: str) -> bool:
 
 # the modules of ms-swift and verl by their own names, so that files written for them run unchanged
 
-SWIFT, VERL, TOOLS = "mt_grpo.integrations.swift", "mt_grpo.integrations.verl", "mt_grpo.tools.stateful"
+SWIFT, VERL, TOOLS = "mt_grpo.integrations.swift", "mt_grpo.integrations.verl", "mt_grpo.tools.loading"
 _MODULES: dict[str, dict[str, Sequence[str]]] = {
     "swift.infer_engine": {SWIFT: ("InferRequest", "RequestConfig", "TransformersEngine")},
     "swift.infer_engine.protocol": {

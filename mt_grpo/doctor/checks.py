@@ -37,8 +37,8 @@ from mt_grpo.servers.external import ServerLost, in_words
 from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.servers.start import is_free
 from mt_grpo.tools import Tool
+from mt_grpo.tools.loading import StatefulTool, ToolSession, ToolStateError
 from mt_grpo.tools.mcp import MCPBaseTool, McpTool
-from mt_grpo.tools.stateful import StatefulTool, ToolSession, ToolStateError
 from mt_grpo.training.columns import check_reward_columns, with_column_media
 from mt_grpo.training.model import resolve_base
 from mt_grpo.training.preflight import check_folder, check_push, check_trackers

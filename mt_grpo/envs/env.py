@@ -5,8 +5,9 @@ from __future__ import annotations
 import numbers
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.protocols import CallProtocol
@@ -17,7 +18,10 @@ from mt_grpo.tools.function import check_data, finite
 from mt_grpo.trajectory import Message, Row, StopReason, ToolSchema, Turn
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
+
+    from mt_grpo.rewards import RewardFunc
 
 _TextOrMessages = str | list[Message]  # messages of an environment; text is one message of the user's
 
@@ -225,6 +229,20 @@ class StepEnv(Env):
     def unforkable(self) -> str | None:
         """Why this one cannot be forked although its class can, with the mend."""
         return None
+
+    writes_prompts: ClassVar[bool] = False
+    """Whether `reset` writes the prompt, so that rows need none."""
+
+    def check_rows(self, rows: Dataset, name: str) -> None:
+        """Raises `ConfigError` if a row of the dataset `name` lacks what it needs."""
+
+    def own_rewards(self) -> list[RewardFunc]:
+        """The outcome rewards that it brings itself."""
+        return []
+
+    def begin_ahead(self, rows: Sequence[Row]) -> AbstractAsyncContextManager[None]:
+        """A block in which the conversations of rows begin in this order: what they need can be made before."""
+        return nullcontext()
 
     async def resume(self, policy: Policy, messages: list[Message]) -> Outcome:
         """The loop from a turn on, `messages` being the conversation so far."""

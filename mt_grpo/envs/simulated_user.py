@@ -9,7 +9,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from mt_grpo.envs.env import Outcome, Policy, Step
-from mt_grpo.envs.source import Prototype, environment, source_of, tool_arguments
+from mt_grpo.envs.source import environment, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean
@@ -80,16 +80,6 @@ class SimulatedUser:
     def check(self) -> None:
         """Asks the endpoint for its models, which not every one lists; see `OpenAIEndpoint.ask_models`."""
         self._endpoint.ask_models()
-
-    def check_columns(self, columns: list[str]) -> None:
-        """Raises `ConfigError` if the system prompt names another column than these."""
-        for column in self.columns:
-            if column not in columns:
-                raise ConfigError(
-                    f"`simulated_user: system_prompt` names {{{column}}}, which is no column of the dataset"
-                    f"{did_you_mean(column, columns)}: its columns are {', '.join(columns)}; write {{{{ and }}}} "
-                    "around what is no column."
-                )
 
     def enter(self) -> None:
         """A conversation begins."""
@@ -164,6 +154,17 @@ class SimulatedUserEnv(DialogueEnv):
         super().__init__(**options)
         self.user = user
 
+    def check_rows(self, rows: Dataset, name: str) -> None:
+        """Refuses rows without a column that the system prompt names."""
+        columns = rows.column_names
+        for column in self.user.columns:
+            if column not in columns:
+                raise ConfigError(
+                    f"`simulated_user: system_prompt` names {{{column}}}, which is no column of the dataset"
+                    f"{did_you_mean(column, columns)}: its columns are {', '.join(columns)}; write {{{{ and }}}} "
+                    "around what is no column."
+                )
+
     async def run(self, policy: Policy, row: Row) -> Outcome:
         """The loop of `DialogueEnv`, with a connection to the endpoint."""
         self._replies = 0
@@ -187,18 +188,6 @@ class SimulatedUserEnv(DialogueEnv):
                 await self.user.leave()
         finally:
             await super().close()
-
-
-class _SimulatedUserSource(Prototype):
-    """A simulated user, whose system prompt may name columns of the rows."""
-
-    env: SimulatedUserEnv
-
-    def check(self, rows: Dataset, name: str) -> None:
-        self.env.user.check_columns(rows.column_names)
-
-
-source_of.register(SimulatedUserEnv, _SimulatedUserSource)
 
 
 @environment("simulated_user")

@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from functools import partial, singledispatch
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Union
 
 from mt_grpo.concurrency import Future, begin, call, in_thread
@@ -125,11 +125,24 @@ class Prototype(EnvSource):
     def needs_template_calls(self) -> bool:
         return self.env.protocol is not None and self.env.protocol.native_tools
 
+    @property
+    def writes_prompts(self) -> bool:
+        return self.env.writes_prompts
+
     async def make(self, row: Row) -> Env:
         return copy.copy(self.env)
 
+    def ahead(self, rows: Sequence[Row]) -> AbstractAsyncContextManager[None]:
+        return self.env.begin_ahead(rows)
+
     def prototypes(self) -> list[StepEnv]:
         return [self.env]
+
+    def rewards(self) -> list[RewardFunc]:
+        return self.env.own_rewards()
+
+    def check(self, rows: Dataset, name: str) -> None:
+        self.env.check_rows(rows, name)
 
 
 class _Factory(EnvSource):
@@ -223,15 +236,13 @@ class _NamedEnvSources(EnvSource):
             part.check(rows.select([index for index, each in enumerate(names) if each == key]), name)
 
 
-@singledispatch
 def source_of(given: Any) -> EnvSource:
-    """The source of what a run was given, see `EnvLike`. A kind of `StepEnv` registers its own where it is defined."""
-    return _Factory(given)
-
-
-source_of.register(EnvSource, lambda given: given)
-source_of.register(StepEnv, Prototype)
-source_of.register(dict, _NamedEnvSources)
+    """The source of what a run was given, see `EnvLike`."""
+    if isinstance(given, EnvSource):
+        return given
+    if isinstance(given, StepEnv):
+        return Prototype(given)
+    return _NamedEnvSources(given) if isinstance(given, dict) else _Factory(given)
 
 
 async def _made(making: Future) -> Any:

@@ -40,7 +40,7 @@ from mt_grpo.media import has_media
 from mt_grpo.servers.external import ServerLost
 from mt_grpo.tools import Tool, ToolSession, load_tools
 from mt_grpo.tools.function import cut, render
-from mt_grpo.tools.stateful import StatefulTool, ToolStateError
+from mt_grpo.tools.loading import StatefulTool, ToolStateError
 from mt_grpo.trajectory import Arguments, Message, Row, StopReason, ToolCall, ToolSchema, Turn
 
 

@@ -22,7 +22,7 @@ from mt_grpo.concurrency import OutOfTime, call, guarded, in_thread
 from mt_grpo.data import lacks_column
 from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import outcome_at_end
-from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, Prototype, environment, source_of, tool_arguments
+from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, environment, tool_arguments
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error
 from mt_grpo.imports import import_object
@@ -91,6 +91,7 @@ class TRLEnv(MultiTurnToolEnv):
       or a call hangs.
     """
 
+    writes_prompts = True
     user_environment: Any = None  # the instance of this conversation; reward functions get it in their `environments`
     named = False
     """Whether the column `environment` chose it. `reset` then does not get that column, as in TRL."""
@@ -121,11 +122,22 @@ class TRLEnv(MultiTurnToolEnv):
         """The name of the reward of `get_reward`; `None` if the class has no such method."""
         return self.pool.name if "get_reward" in self.pool.methods else None
 
-    @property
-    def needed_columns(self) -> list[str]:
-        parameters = inspect.signature(self.pool.first.reset).parameters.values()
+    def own_rewards(self) -> list[RewardFunc]:
+        """`get_reward`, as a reward of the class's name."""
+        if self.reward_name is None:
+            return []
+        reward = EnvReward(self.reward_name)
+        reward.name = self.reward_name
+        return [reward]
+
+    def check_rows(self, rows: Dataset, name: str) -> None:
+        """Refuses rows without a column that `reset` needs."""
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return [one.name for one in parameters if one.kind in by_name and one.default is inspect.Parameter.empty]
+        for one in inspect.signature(self.pool.first.reset).parameters.values():
+            needed = one.kind in by_name and one.default is inspect.Parameter.empty
+            if needed and one.name not in rows.column_names:
+                needs = f"`reset` of the environment {self.pool.name}"
+                raise lacks_column(needs, one.name, name, rows.column_names)
 
     async def run(self, policy: Policy, row: Row) -> Outcome:
         """Runs the loop of `MultiTurnToolEnv` with an instance of the factory, then asks for its reward."""
@@ -218,32 +230,6 @@ class TRLEnv(MultiTurnToolEnv):
         bound = copy.copy(tool) if isinstance(tool, _Method) else _Method.of(tool)
         bound.function = answer_later if tool.is_async else answer
         return bound
-
-
-class _TRLSource(Prototype):
-    """An environment in TRL's form: `reset` writes the prompts, and `get_reward` is a reward of the class's name."""
-
-    env: TRLEnv
-
-    @property
-    def writes_prompts(self) -> bool:
-        return True
-
-    def rewards(self) -> list[RewardFunc]:
-        if self.env.reward_name is None:
-            return []
-        reward = EnvReward(self.env.reward_name)
-        reward.name = self.env.reward_name
-        return [reward]
-
-    def check(self, rows: Dataset, name: str) -> None:
-        for column in self.env.needed_columns:
-            if column not in rows.column_names:
-                needs = f"`reset` of the environment {self.env.pool.name}"
-                raise lacks_column(needs, column, name, rows.column_names)
-
-
-source_of.register(TRLEnv, _TRLSource)
 
 
 def _import_factory(path: object, key: str) -> Any:

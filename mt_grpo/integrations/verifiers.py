@@ -24,7 +24,7 @@ from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError
-from mt_grpo.integrations.openai_api.agent import AgentClient, AgentSource, protocol_of
+from mt_grpo.integrations.openai_api import AgentClient, AgentSource, protocol_of
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import VERIFIERS, parse_env_config
 from mt_grpo.trajectory import Row, StopReason

@@ -24,7 +24,7 @@ from datasets import Dataset
 
 from mt_grpo.concurrency import call
 from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
-from mt_grpo.envs.source import Prototype, environment, source_of, tool_arguments
+from mt_grpo.envs.source import environment, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import did_you_mean, import_object
@@ -175,6 +175,10 @@ class InteractionEnv(DialogueEnv):
             raise ConfigError(f"{fault} {', '.join(self.interactions)}.")
         return {**given, "name": name}
 
+    def check_rows(self, rows: Dataset, name: str) -> None:
+        for row in rows.select_columns("extra_info") if "extra_info" in rows.column_names else [{}]:
+            self.find_kwargs(row)
+
     async def run(self, policy: Policy, row: Row) -> Outcome:
         """Starts the interaction, runs the loop of `DialogueEnv`, and asks for the score."""
         self.kwargs = self.find_kwargs(row)
@@ -228,19 +232,6 @@ def _bound(method: Callable[..., object], instance_id: str, kwargs: dict[str, An
             continue
         return bound
     return partial(method)
-
-
-class _InteractionSource(Prototype):
-    """Interactions, one of which each row names."""
-
-    env: InteractionEnv
-
-    def check(self, rows: Dataset, name: str) -> None:
-        for row in rows.select_columns("extra_info") if "extra_info" in rows.column_names else [{}]:
-            self.env.find_kwargs(row)
-
-
-source_of.register(InteractionEnv, _InteractionSource)
 
 
 @environment("interactions")

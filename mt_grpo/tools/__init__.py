@@ -1,14 +1,26 @@
-"""Tools that a model can call."""
+"""Tools that a model can call, and the one that needs nothing: arithmetic, exact for whole numbers and bounded."""
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mt_grpo.tools.calculator import calculator
 from mt_grpo.tools.function import Tool, ToolDefinitionError
-from mt_grpo.tools.loading import in_processes, load_tools, load_tools_file, tool
-from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse, ToolSession
+from mt_grpo.tools.loading import (
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+    ToolSession,
+    in_processes,
+    load_tools,
+    load_tools_file,
+    tool,
+)
 
 if TYPE_CHECKING:
     from mt_grpo.tools.mcp import MCPBaseTool
@@ -22,3 +34,146 @@ def __getattr__(name: str) -> object:
     if name != "MCPBaseTool":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module("mt_grpo.tools.mcp").MCPBaseTool
+
+
+_MAX_CHARACTERS = 500
+_MAX_BITS = 4096  # size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text
+_MAX_DECIMALS = 100
+
+_MALFORMED = re.compile(r"[\d.](?![eE][-+]?\d)[^\W\d_]|\\")
+"""A letter right after a number, and a backslash: Python's parser would print a warning for them."""
+
+_Number = int | float
+_TOO_LARGE, _NOT_REAL = "The result is too large.", "The result is not a real number."
+_FAULTS: dict[type[Exception], str] = {
+    ZeroDivisionError: "Division by zero.",
+    OverflowError: _TOO_LARGE,
+    RecursionError: "The expression is nested too deeply.",
+}
+
+
+@tool("calculator")
+def calculator(expression: str) -> str:
+    """
+    Evaluate an arithmetic expression.
+
+    Args:
+        expression: The expression, with numbers, + - * / // % ** and parentheses, and the functions sqrt, abs, round,
+            min and max, for example (3 + 4) * 1,200 / 7.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If the expression is malformed, has no real value, or a value that is too large.
+    """
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"The expression is longer than {_MAX_CHARACTERS} characters.")
+    try:
+        if _MALFORMED.search(expression):
+            raise SyntaxError
+        tree = ast.parse(_without_thousands_separators(expression.strip()), mode="eval")
+    except (SyntaxError, MemoryError, RecursionError, ValueError) as error:
+        raise ValueError(f"Not an arithmetic expression: {expression!r}.") from error
+    try:
+        return _written(_value(tree.body))
+    except (ZeroDivisionError, OverflowError, RecursionError) as error:
+        raise ValueError(_FAULTS[type(error)]) from error
+
+
+def _without_thousands_separators(expression: str) -> str:
+    """Joins 1,234,567; directly inside a function's parentheses a comma separates arguments."""
+    in_arguments: list[bool] = []  # for each open parenthesis: does it belong to a function?
+
+    def join(match: re.Match[str]) -> str:
+        token = match.group()
+        if token.endswith("("):
+            in_arguments.append(token != "(")
+        elif token == ")":
+            del in_arguments[-1:]
+        elif in_arguments[-1:] != [True]:
+            return token.replace(",", "")
+        return token
+
+    return re.sub(r"(?:[a-z]+\s*)?\(|\)|(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", join, expression)
+
+
+def _value(node: ast.expr) -> _Number:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _bounded(value)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(op=ast.BitXor()):
+            raise ValueError("Write ** for a power; ^ is not supported.")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _bounded(_OPERATORS[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            function, fewest, most = _FUNCTIONS[name]
+            if not fewest <= len(arguments) <= most:
+                raise ValueError(f"{name} does not take {len(arguments)} argument{'s' * (len(arguments) != 1)}.")
+            return _bounded(function(*[_value(argument) for argument in arguments]))
+        case ast.Call(func=ast.Name(id=name)) | ast.Name(id=name):
+            raise ValueError(f"Unknown name {name!r}; the functions are {', '.join(_FUNCTIONS)}.")
+    raise ValueError(f"Not arithmetic: {ast.unparse(node)!r}.")
+
+
+def _bounded(value: _Number) -> _Number:
+    if isinstance(value, complex):
+        raise ValueError(_NOT_REAL)
+    if value.bit_length() > _MAX_BITS if isinstance(value, int) else not math.isfinite(value):
+        raise OverflowError
+    return value
+
+
+def _divide(left: _Number, right: _Number) -> _Number:
+    if isinstance(left, int) and isinstance(right, int) and right != 0 and left % right == 0:
+        return left // right
+    return left / right
+
+
+def _power(base: _Number, exponent: _Number) -> _Number:
+    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > _MAX_BITS:
+        raise OverflowError  # known before it is computed: |base| >= 2 ** (bits - 1)
+    return base**exponent
+
+
+def _sqrt(value: _Number) -> _Number:
+    if value < 0:
+        raise ValueError(_NOT_REAL)
+    if isinstance(value, int) and math.isqrt(value) ** 2 == value:
+        return math.isqrt(value)
+    return math.sqrt(value)
+
+
+def _round(value: _Number, decimals: _Number = 0) -> _Number:
+    if not isinstance(decimals, int) or abs(decimals) > _MAX_DECIMALS:
+        raise ValueError(f"round takes a whole number of decimals between -{_MAX_DECIMALS} and {_MAX_DECIMALS}.")
+    return round(value, decimals)
+
+
+def _written(value: _Number) -> str:
+    """Fifteen significant digits, which hide the error of binary fractions: 0.1 + 0.2 is 0.3."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[_Number, _Number], _Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_FUNCTIONS: dict[str, tuple[Callable[..., _Number], int, float]] = {
+    "sqrt": (_sqrt, 1, 1),
+    "abs": (abs, 1, 1),
+    "round": (_round, 1, 2),
+    "min": (lambda *values: min(values), 1, math.inf),
+    "max": (lambda *values: max(values), 1, math.inf),
+}

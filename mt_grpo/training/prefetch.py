@@ -43,7 +43,7 @@ from mt_grpo.rewards.base import Adapter, FunctionReward
 from mt_grpo.rollout import Engine, RolloutRequest
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 from mt_grpo.runlog.files import to_json
-from mt_grpo.tools.stateful import StatefulTool
+from mt_grpo.tools.loading import StatefulTool
 from mt_grpo.training.columns import with_column_media
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.rollout_batch import Columns, RolloutBatch

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from mt_grpo.integrations.harbor import env
-from mt_grpo.integrations.harbor.env import _Pool
+from mt_grpo.integrations import harbor
+from mt_grpo.integrations.harbor import _Pool
 
 
 class Begun:
@@ -25,7 +25,7 @@ class Begun:
 @pytest.fixture
 def begin(monkeypatch):
     """Begins trials and keeps them; those of the task `bad` fail."""
-    monkeypatch.setattr(env, "_JITTER", 0.0)
+    monkeypatch.setattr(harbor, "_JITTER", 0.0)
 
     async def one(task):
         await asyncio.sleep(0)

@@ -14,8 +14,8 @@ from mt_grpo.imports import ImportPathError, import_object
 from mt_grpo.integrations.verl import WeatherInteraction, load_interactions
 from mt_grpo.tools import load_tools_file
 from mt_grpo.tools.function import ToolDefinitionError
+from mt_grpo.tools.loading import ToolSession
 from mt_grpo.tools.python_sandbox import CodeError
-from mt_grpo.tools.stateful import ToolSession
 
 SCHEMA = {
     "type": "function",

@@ -17,7 +17,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.tools import ToolSession, load_tools_file
-from mt_grpo.tools.stateful import StatefulTool
+from mt_grpo.tools.loading import StatefulTool
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import ToolCall

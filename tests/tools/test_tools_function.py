@@ -391,7 +391,7 @@ def test_tools_are_names_paths_callables_objects_or_tools(tmp_path: Any, monkeyp
         ([Two], "An object of 'Two' is no tool"),
         ([Needy], "'Needy' does not start without arguments (TypeError: "),
         ([function("query: str", None)], "'find' has no docstring"),
-        (["mt_grpo.tools.calculator.calculater"], "The tool 'mt_grpo.tools.calculator.calculater' does not exist"),
+        (["mt_grpo.tools.calculater"], "The tool 'mt_grpo.tools.calculater' does not exist"),
     ],
 )
 def test_entries_that_are_no_tools_are_refused(entries: list[Any], said: str) -> None:

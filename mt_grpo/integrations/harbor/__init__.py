@@ -1,5 +1,474 @@
-"""Tasks of Harbor, for the policy in a shell of the task's container, or for Harbor's own agents that ask it."""
+"""Tasks of Harbor in their containers, in which the policy has a shell, or one of Harbor's own agents asks it."""
 
-from mt_grpo.integrations.harbor.env import HarborAgents, HarborEnv, HarborTasks
+from __future__ import annotations
 
-__all__ = ["HarborAgents", "HarborEnv", "HarborTasks"]
+import asyncio
+import contextlib
+import copy
+import functools
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
+from mt_grpo.envs.protocols import CallProtocol
+from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, tool_arguments
+from mt_grpo.envs.tool_env import MultiTurnToolEnv
+from mt_grpo.errors import ConfigError, describe_error, refuse_first
+from mt_grpo.integrations.harbor.containers import (
+    BUBBLEWRAP,
+    ENGINES,
+    HOST,
+    TaskError,
+    Verified,
+    get_images,
+    image_of_task,
+    no_way_here,
+)
+from mt_grpo.integrations.harbor.shell import Restartable, Shell
+from mt_grpo.integrations.harbor.tasks import TASK, Tasks, agent_config, check_sandbox, task_folders
+from mt_grpo.integrations.openai_api import AgentClient, AgentEnv, AgentSource, protocol_of
+from mt_grpo.integrations.openai_api.conversation import Conversation
+from mt_grpo.options.table import RunOptions, Values
+from mt_grpo.rollout.policy import ConversationPolicy
+from mt_grpo.tools import load_tools
+from mt_grpo.trajectory import Message, Row, Turn
+
+if TYPE_CHECKING:
+    from mt_grpo.integrations.harbor.trial import BegunTrial
+
+logger = logging.getLogger(__name__)
+
+_JITTER = 0.2  # most seconds between two starts, which are drawn, so that several processes do not start in step
+
+
+class _Pool:
+    """Trials whose containers start ahead of their conversations, for each batch at most `size` that wait."""
+
+    def __init__(self, size: int, begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
+        self.size, self._begin = size, begin
+        self._batches: list[_Batch] = []
+
+    @contextlib.asynccontextmanager
+    async def ahead(self, tasks: Sequence[str]) -> AsyncIterator[None]:
+        """In the block trials of these tasks begin, in this order; those that nobody took are dropped after it."""
+        batch = _Batch(self.size, list(tasks), self._begin)
+        self._batches.append(batch)
+        filling = asyncio.ensure_future(batch.fill())
+        try:
+            yield
+        finally:
+            self._batches.remove(batch)
+            filling.cancel()
+            await asyncio.gather(filling, return_exceptions=True)
+            for failure in await asyncio.gather(*(each.drop() for _, each in batch.begun), return_exceptions=True):
+                if failure is not None:
+                    logger.warning("A container that nobody took is left: %s", describe_error(failure))
+
+    async def take(self, task: str) -> BegunTrial:
+        """A trial of a task: the first that has begun, or another."""
+        for batch in self._batches:
+            if (begun := batch.take(task)) is not None:
+                return begun
+        return await self._begin(task)
+
+
+class _Batch:
+    """What has begun for the conversations of one batch."""
+
+    def __init__(self, size: int, tasks: list[str], begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
+        self._size, self._tasks, self._begin = size, tasks, begin
+        self._taken = asyncio.Event()
+        self.begun: list[tuple[str, BegunTrial]] = []
+
+    async def fill(self) -> None:
+        """Begins trials as places become free."""
+        while self._tasks:
+            if len(self.begun) >= self._size:
+                self._taken.clear()
+                await self._taken.wait()
+                continue
+            task = self._tasks.pop(0)
+            with contextlib.suppress(Exception):  # whoever needs it begins it again, and says why that fails
+                self.begun.append((task, await self._begin(task)))
+            await asyncio.sleep(random.uniform(0, _JITTER))
+
+    def take(self, task: str) -> BegunTrial | None:
+        """The first that has begun; nothing where the conversation has come before its trial, which it begins."""
+        for number, (name, begun) in enumerate(self.begun):
+            if name == task:
+                del self.begun[number]
+                self._taken.set()
+                return begun
+        with contextlib.suppress(ValueError):  # a row that nobody announced
+            self._tasks.remove(task)
+        return None
+
+
+SYSTEM_PROMPT = (
+    "You work in the shell of a Linux machine. Solve the task with commands, look at what they print, and call submit "
+    "when it is done."
+)
+
+
+class HarborEnv(MultiTurnToolEnv):
+    """
+    One task per conversation: the model has a shell in the task's container, and what Harbor's verifier says of the
+    container in the end is the reward.
+
+    Args:
+        sandbox (`str`, *optional*, defaults to `"docker"`): What runs containers, by Harbor's name: `docker`,
+            `podman`, `e2b`, `daytona`, `modal` and others; or `bubblewrap`, which needs neither Harbor nor containers.
+        tool_timeout (`float`, *optional*, defaults to `60.0`): Seconds that a command may take.
+        verify_every (`int`, *optional*): Verifies after each so many turns too. The reward of a turn, see
+            `step_reward`, is by how much the best so far has grown since the last time.
+        sandbox_pool (`int`, *optional*, defaults to `0`): Containers that are started ahead of their conversations.
+        **options: Of `MultiTurnToolEnv`; `max_steps` is 30 by default.
+
+    Raises:
+        ConfigError: If Harbor is not installed, or has no such sandbox; if an option is no such number.
+    """
+
+    def __init__(
+        self,
+        sandbox: str = "docker",
+        tool_timeout: float | None = 60.0,
+        verify_every: int | None = None,
+        sandbox_pool: int = 0,
+        **options: Any,
+    ) -> None:
+        fault = None
+        if verify_every is not None and (not isinstance(verify_every, int) or verify_every < 1):
+            fault = f"`verify_every: {verify_every}` is no number of turns: give 1 or more"
+        elif not isinstance(sandbox_pool, int) or sandbox_pool < 0:
+            fault = f"`sandbox_pool: {sandbox_pool}` is no number of containers: give 0 or more"
+        elif sandbox_pool and sandbox == BUBBLEWRAP:
+            fault = "`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out"
+        if fault:
+            raise ConfigError(f"{fault}.")
+        check_sandbox(sandbox)
+        self.sandbox, self.verify_every = sandbox, verify_every
+        self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
+        options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
+        self._shell, self._forked = Shell(), None
+        self.pool = None if self.sandbox == BUBBLEWRAP else _Pool(sandbox_pool, self._begin)
+        super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
+
+    def begin_ahead(self, rows: Sequence[Row]) -> AbstractAsyncContextManager[None]:
+        """A block in which containers start before their conversations."""
+        return (
+            super().begin_ahead(rows) if self.pool is None else self.pool.ahead([r[TASK] for r in rows if TASK in r])
+        )
+
+    async def _begin(self, task: str) -> Any:
+        return await _trials(self.sandbox).begin_trial(self.sandbox, task)
+
+    async def step(self, turn: Turn) -> Step:
+        step = await super().step(turn)
+        if self._shell.failure is not None:  # no command of this conversation would succeed any more
+            raise TaskError(self._shell.failure)
+        if self._shell.spoilt and not step.done:  # the agent can do nothing more
+            step.done = True
+        if self.verify_every is not None:
+            step.reward = 0.0
+            if not step.done and len(self.turns) % self.verify_every == 0:
+                found = await _trials(self.sandbox).verify(self._container, self.row[TASK])
+                step.reward = max(0.0, (found or 0.0) - self._best)
+                self._best += step.reward
+        return step
+
+    async def run(self, policy: Policy, row: Row) -> Outcome:
+        self._best = 0.0
+        begun = await (self._begin if self.pool is None else self.pool.take)(row[TASK])
+        return await self._hold(begun, partial(super().run, policy, row))
+
+    async def resume(self, policy: Policy, messages: list[Message]) -> Outcome:
+        """The loop; that of a fork is in a trial of its own."""
+        go_on = partial(super().resume, policy, messages)
+        if self._forked is None:
+            return await go_on()
+        begun, self._forked = self._forked, None
+        return await self._hold(begun, go_on)
+
+    @property
+    def unforkable(self) -> str | None:
+        if self.sandbox in (BUBBLEWRAP, "podman"):
+            return None
+        return f"`sandbox: {self.sandbox}` copies no containers: use `podman` or `bubblewrap`"
+
+    async def fork(self) -> HarborEnv:
+        twin = copy.copy(self)
+        twin._forked, lost = await self._container.fork()
+        if lost:
+            _say_lost()
+        return twin
+
+    async def close(self) -> None:
+        """Removes a fork in which no conversation went on."""
+        if self._forked is not None:
+            await self._forked.drop()
+
+    async def _hold(self, begun: Any, converse: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        """A trial that has begun, in which a conversation is held."""
+        outcome, failure = Outcome(), None
+
+        async def talk(container: Any) -> None:
+            nonlocal outcome, failure
+
+            async def execute(script: str, seconds: float) -> Any:
+                return await container.exec(script, timeout_sec=int(seconds))
+
+            self._container = container
+            begin_again = container.begin_again if isinstance(container, Restartable) else None
+            self._shell = shell = Shell(execute, self.command_seconds, begin_again, self._shell.worked)
+            self.tools = {tool.name: tool for tool in load_tools([shell.bash, shell.submit])}
+            try:
+                outcome = await outcome_at_end(converse())  # what was done until a limit is verified all the same
+            except Exception as error:
+                failure = error
+                raise
+
+        try:
+            done = await begun.talk_in(talk)
+        except Exception as error:
+            if failure is not None:
+                raise failure from None
+            if not (self._shell.spoilt and isinstance(error, TaskError)):
+                raise
+            done = Verified({"reward": 0.0, "*": 0.0}, str(error))  # no test can run in what the agent left
+        if failure is not None:
+            raise failure
+        info: dict[str, Any] = {"verifier_log": done.verifier_log}
+        if self.pool is not None:
+            info |= {"start_seconds": round(done.start_seconds, 3), "start_waited": round(done.start_waited, 3)}
+        outcome.rewards, outcome.info = done.rewards, {**info, **outcome.info}
+        return outcome
+
+
+@functools.cache
+def _say_lost() -> None:
+    logger.warning("A branch has no copy of what the agent left running in the sandbox. This is said once.")
+
+
+def _trials(sandbox: str) -> ModuleType:
+    """What holds trials in a sandbox: Harbor, or our own path without containers."""
+    return import_module(f"mt_grpo.integrations.harbor.{'bubblewrap' if sandbox == BUBBLEWRAP else 'trial'}")
+
+
+class HarborTasks(Tasks, Prototype):
+    """Folders of Harbor's tasks, for training and for evaluation, as rows for the conversations of `env`."""
+
+    def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
+        Prototype.__init__(self, env)
+        Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
+
+    @property
+    def given(self) -> EnvLike:
+        return self  # an environment alone has no rows
+
+    @property
+    def unforkable(self) -> str | None:
+        tasks = task_folders(str(self._folders["train"]))
+        for task in tasks:
+            if (task / "environment" / "docker-compose.yaml").is_file():
+                return f"the task {task.name} composes services, which are not copied: leave it out"
+        if fault := super().unforkable:
+            return fault
+        if self.sandbox == "podman":
+            images = [image for image in map(image_of_task, map(str, tasks)) if image is not None]
+            get_images(self.sandbox, images)
+            for image in images:
+                if volumes := image.volumes(self.sandbox):
+                    return (
+                        f"the image of the task {image.task.name} has volumes ({', '.join(volumes)}), which are not "
+                        "copied: leave it out"
+                    )
+        return None
+
+
+@environment("harbor")
+def _harbor_of_options(options: Values) -> EnvSource:
+    """The tasks of `env: {type: harbor}`."""
+    own = {name: value for name, value in options["env"].items() if value is not None}
+    sandbox, agent = own.get("sandbox", "docker"), own.get("agent", "bash")
+    folders = own["tasks"], own.get("eval_tasks")
+    if agent != "bash":
+        loop = f"is of the shell that `agent: bash` has, and `env: {{agent: {agent}}}` has its own loop: leave it out."
+        defaults = RunOptions.__dataclass_fields__
+        refuse_first(
+            *(
+                (options[option] not in (None, defaults[option].default), f"`{option}` {loop}")
+                for option in ("system_prompt", "max_env_steps", "env_mask", "tool_timeout")
+            ),
+            (
+                "verify_every" in own,
+                f"`verify_every` is of `agent: bash`: the turns of `{agent}` are its own. Leave it out.",
+            ),
+            (
+                own.get("sandbox_pool"),
+                "`sandbox_pool` is of `agent: bash`: other agents start their own. Leave it out.",
+            ),
+        )
+        return HarborAgents(agent, *folders, sandbox, own.get("host"), protocol_of(options))
+    given = tool_arguments(options, max_steps=30)
+    refuse_first(
+        (given.pop("tools"), "`env: {type: harbor}` has a shell for tools: leave `tools` out."),
+        ("host" in own, "`host` is for Harbor's own agents, and `agent: bash` asks from no container: leave it out."),
+    )
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {name: own[name] for name in ("verify_every", "sandbox_pool") if name in own}
+    return HarborTasks(HarborEnv(sandbox, **given), *folders)
+
+
+_ALL_INTERFACES = "0.0.0.0"
+_KWARGS: dict[str, dict[str, Any]] = {
+    "codex": {"disable_web_search": True, "config": {"features": {"multi_agent": False}}},
+    "terminus-2": {"record_terminal_session": False},
+}
+"""Options of agents unless the user gives others: no tools that the policy's server would have to run, no films."""
+
+
+class HarborAgents(Tasks, AgentSource):
+    """
+    Tasks of Harbor for one of its agents, such as `terminus-2`, `mini-swe-agent`, `codex` or `claude-code`. What the
+    agent samples is a conversation of the policy's, token for token; what Harbor's verifier says in the end is the
+    reward.
+
+    Args:
+        agent (`str` or `Mapping`): Its name, or the options of Harbor's `AgentConfig`, `name` or `import_path` among
+            them. `env` are further variables of its environment, `kwargs` its own options.
+        tasks (`str`): A folder of tasks, or of one.
+        eval_tasks (`str`, *optional*): The same for evaluation.
+        sandbox (`str`, *optional*, defaults to `"docker"`): What runs containers, by Harbor's name.
+        host (`str`, *optional*): The name by which containers reach this machine; Docker's and Podman's know it.
+        protocol (`CallProtocol`, *optional*): A text protocol for tool calls, see [`AgentSource`].
+
+    Raises:
+        ConfigError: If Harbor is not installed, or has no such agent or sandbox; if a folder has no tasks.
+    """
+
+    def __init__(
+        self,
+        agent: str | Mapping[str, Any],
+        tasks: str,
+        eval_tasks: str | None = None,
+        sandbox: str = "docker",
+        host: str | None = None,
+        protocol: CallProtocol | None = None,
+    ) -> None:
+        if sandbox == BUBBLEWRAP:
+            raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
+        self._of_harbor = agent_config(agent)
+        from harbor.agents.installed.base import BaseInstalledAgent
+
+        check_sandbox(sandbox)
+        self.inside = issubclass(self._agent_class(), BaseInstalledAgent)  # it asks from its container
+        if self.inside and host is None and sandbox not in ENGINES:
+            raise ConfigError(
+                f"`agent: {self.name}` works in a container of `{sandbox}`, which runs elsewhere: give the address by "
+                "which it reaches this machine as `host`."
+            )
+        self.seen_as = host or HOST
+        Tasks.__init__(self, sandbox, tasks, eval_tasks)
+        AgentSource.__init__(self, self._agent_class(), protocol, _ALL_INTERFACES if self.inside else "127.0.0.1")
+
+    @property
+    def name(self) -> str:
+        return self._of_harbor.name or self._of_harbor.import_path
+
+    def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
+        """As `Tasks.examine`, and whether the agent reaches the policy from its container."""
+        yield from super().examine(rows, at_once)
+        if not self.inside:
+            return
+        reaches = f"{self.name} reaches this machine from its container as {self.seen_as}"
+        if self.sandbox not in ENGINES:
+            yield False, f"whether {reaches} was not tried", "`mt-grpo rollout --num_prompts 1` with this recipe does"
+            return
+        images = [image for image in map(image_of_task, rows.unique(TASK)) if image is not None]
+        image = next((each for each in images if each.is_here(self.sandbox)), None)
+        if image is None:
+            yield False, f"whether {reaches} was not tried", "build an image: `mt-grpo train --dry_run` does"
+        elif (fault := no_way_here(self.sandbox, image.name, self.seen_as)) is None:
+            yield True, reaches, ""
+        else:
+            raise ConfigError(
+                f"{self.name} does not reach this machine from its container as {self.seen_as}: {fault}: let the "
+                "firewall pass connections from containers, or give an address that they reach as `host` in `env`."
+            )
+
+    def _agent_class(self) -> Any:
+        from harbor.agents.factory import AgentFactory
+
+        try:
+            return AgentFactory.get_agent_class_from_config(self._of_harbor)
+        except (ValueError, ImportError, AttributeError) as error:
+            raise ConfigError(f"`agent: {self.name}` is no agent of Harbor's: {error}") from error
+
+    def config(self, client: AgentClient, context_length: int) -> Any:
+        """What Harbor is told of the agent: where the policy is, its key, the form of its API, and its context."""
+        from harbor.models.model_api_format import ModelApiFormat
+
+        agent = self._agent_class()
+        kwargs = _KWARGS.get(self.name, {}) | self._of_harbor.kwargs
+        options = getattr(agent, "options_model", None)
+        if "model_info" in getattr(options, "model_fields", {}):  # it compacts before the context is full
+            info = {"max_input_tokens": context_length, "max_output_tokens": context_length}
+            kwargs.setdefault(
+                "model_info", info | dict.fromkeys(("input_cost_per_token", "output_cost_per_token"), 0.0)
+            )
+        spec = getattr(agent, "MODEL_CONNECTION", None)
+        formats = getattr(spec, "supported_api_formats", None) or [ModelApiFormat.OPENAI_CHAT_COMPLETIONS]
+        asked = self._of_harbor.model_api_format
+        anthropic = ModelApiFormat.ANTHROPIC_MESSAGES in ([asked] if asked else formats[:1])
+        key = "ANTHROPIC_API_KEY" if anthropic else "OPENAI_API_KEY"
+        url = client.base_url.replace(f"//{_ALL_INTERFACES}:", f"//{self.seen_as}:")
+        return self._of_harbor.model_copy(
+            update={
+                "model_name": self._of_harbor.model_name or ("anthropic/policy" if anthropic else "openai/policy"),
+                "base_url": url.removesuffix("/v1") if anthropic else url,
+                "env": {key: client.api_key, **self._of_harbor.env},
+                "kwargs": kwargs,
+            }
+        )
+
+    async def make(self, row: Mapping[str, object]) -> Any:
+        return _HarborAgentEnv(self)
+
+
+class _HarborAgentEnv(AgentEnv):
+    """One conversation of an agent of Harbor's, and the verification of what it did."""
+
+    def __init__(self, source: HarborAgents) -> None:
+        super().__init__(source)
+        self._tasks = source
+        self._failed: Exception | None = None
+
+    async def run(self, policy: ConversationPolicy, row: Mapping[str, object]) -> Outcome:
+        """Holds the conversation; a trial without a reward is an error, also where a limit ended the conversation."""
+        outcome = await super().run(policy, row)
+        if self._failed is not None:
+            raise self._failed
+        return outcome
+
+    async def work(self, conversation: Conversation, row: Mapping[str, object], client: AgentClient) -> object:
+        """A trial, whose agent ends when it does not stop asking beyond its limits."""
+        from mt_grpo.integrations.harbor.trial import run_trial
+
+        source = self._tasks
+        try:
+            config = source.config(client, conversation.policy.context_length)
+            done = await run_trial(source.sandbox, str(row[TASK]), config, conversation)
+            if not conversation.asked:
+                said = done.agent_error or done.agent_log.strip()[-500:] or "it printed nothing"
+                raise TaskError(f"No request of {source.name} reached the policy: {said}")
+        except Exception as error:  # raised by `run`: a limit that was reached before is not what went wrong
+            self._failed = error
+            return None
+        info = {"verifier_log": done.verifier_log, "agent_log": done.agent_log, "agent_error": done.agent_error}
+        return Outcome(done.rewards, info={name: said for name, said in info.items() if said})

@@ -36,6 +36,7 @@ from mt_grpo.servers.external import (
 )
 from mt_grpo.sounds import decoded, is_wav
 from mt_grpo.tools.function import Tool, ToolDefinitionError
+from mt_grpo.tools.loading import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.tools.mcp.session import (
     PROBE_SECONDS,
     Listed,
@@ -47,7 +48,6 @@ from mt_grpo.tools.mcp.session import (
     mcp_thread,
     read_servers,
 )
-from mt_grpo.tools.stateful import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.trajectory import Arguments, ToolSchema
 
 __all__ = ["MCPBaseTool", "McpServer", "McpServerConfig", "McpToolError", "mcp_tools", "read_servers"]
