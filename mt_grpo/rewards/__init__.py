@@ -1,5 +1,7 @@
 """Rewards: classes to subclass, built-in rewards, and the functions that run them."""
 
+from typing import Any
+
 from mt_grpo.rewards.base import (
     REWARDS,
     FunctionReward,
@@ -19,21 +21,6 @@ from mt_grpo.rewards.builtin import (
     RightAnswer,
     TeacherAgreement,
     TeacherLogRatio,
-    answer_logprob,
-    env_reward,
-    exact_match_reward_func,
-    exist_answer_in_search_results,
-    exist_answer_reward_func,
-    format_reward_func,
-    gsm8k_correct_reward_func,
-    gsm8k_number_reward_func,
-    information_gain,
-    reasoning_gym_reward,
-    step_reward,
-    teacher_agreement,
-    teacher_log_ratio,
-    tool_execution_reward_func,
-    xml_reward_func,
 )
 from mt_grpo.rewards.scoring import RewardError, Scores, cut_after, score_cut, score_trajectories, spread
 
@@ -53,26 +40,19 @@ __all__ = [
     "TeacherAgreement",
     "TeacherLogRatio",
     "TurnReward",
-    "answer_logprob",
     "completion_ids",
     "cut_after",
-    "env_reward",
-    "exact_match_reward_func",
-    "exist_answer_in_search_results",
-    "exist_answer_reward_func",
-    "format_reward_func",
-    "gsm8k_correct_reward_func",
-    "gsm8k_number_reward_func",
-    "information_gain",
     "load_rewards",
-    "reasoning_gym_reward",
     "reward",
     "score_cut",
     "score_trajectories",
     "spread",
-    "step_reward",
-    "teacher_agreement",
-    "teacher_log_ratio",
-    "tool_execution_reward_func",
-    "xml_reward_func",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A built-in reward by the name that recipes give it."""
+    if name.startswith("_") or name not in REWARDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = REWARDS[name]
+    return found() if isinstance(found, type) else found

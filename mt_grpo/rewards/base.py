@@ -298,11 +298,17 @@ def load_rewards(
 
 
 def _load(entry: Any, kind: str) -> RewardFunc:
-    entry, options = parse_reward(entry)
-    value = _resolve(entry, kind) if isinstance(entry, str) else entry
-    label = entry if isinstance(entry, str) else getattr(entry, "name", getattr(entry, "__name__", str(entry)))
-    if options:
-        _check_options(value, options, label, kind)
+    value, options = parse_reward(entry)
+    label = value if isinstance(value, str) else getattr(value, "name", getattr(value, "__name__", str(value)))
+    if isinstance(value, str):
+        if is_bare(value) and value not in REWARDS:
+            raise RewardListError(unknown_reward(value, kind, REWARDS))
+        value = REWARDS[value] if is_bare(value) else import_object(value, what=f"{kind} reward")
+    parameters = inspect.signature(value).parameters.values() if options and isinstance(value, type) else []
+    known = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
+    if not takes_any and (unknown := next((option for option in options if option not in known), None)) is not None:
+        raise RewardListError(unknown_option(f"The {kind} reward {label!r}", unknown, known))
     reward_class = value if isinstance(value, type) else type(value)
     if issubclass(reward_class, _KINDS[kind]):
         return _instantiate(value, options, label, kind) if isinstance(value, type) else value
@@ -317,24 +323,6 @@ def _load(entry: Any, kind: str) -> RewardFunc:
             f"{_KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
         )
     return ScoreFunction(value) if ScoreFunction.fits(value) else FunctionReward(value)
-
-
-def _resolve(entry: str, kind: str) -> Any:
-    if not is_bare(entry):
-        return import_object(entry, what=f"{kind} reward")
-    if entry not in REWARDS:
-        raise RewardListError(unknown_reward(entry, kind, REWARDS))
-    return REWARDS[entry]
-
-
-def _check_options(value: Any, options: dict[str, Any], label: str, kind: str) -> None:
-    """Whether what a mapping names is a class whose parameters the options are."""
-    parameters = inspect.signature(value).parameters.values() if isinstance(value, type) else []
-    known = [item.name for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
-    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
-    for option in options:
-        if option not in known and not takes_any:
-            raise RewardListError(unknown_option(f"The {kind} reward {label!r}", option, known))
 
 
 def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label: str, kind: str) -> RewardFunc:
