@@ -126,13 +126,7 @@ class Env(Protocol):
     """One conversation. It is made for a row, runs once, and is closed whatever happens."""
 
     async def run(self, policy: Policy, row: Row) -> Outcome:
-        """
-        Holds the conversation.
-
-        Args:
-            policy (`Policy`): Takes the turns.
-            row (`dict`): The row of the dataset, `prompt` included.
-        """
+        """Holds the conversation of a row of the dataset, `prompt` included, in which the policy takes the turns."""
         ...
 
     async def close(self) -> None:

@@ -103,10 +103,7 @@ class SimulatedUser:
             await client.close()
 
     async def reply(self, dialogue: list[Message], row: Mapping[str, object]) -> tuple[str, bool]:
-        """
-        What the user says next in a dialogue in which the role `assistant` is the policy's, and whether the stop
-        phrase was in it; raises `SimulatedUserError` if the endpoint gives no words after all attempts.
-        """
+        """What the user says next, and whether the stop phrase was in it; the role `assistant` is the policy's."""
         import openai
 
         attempts = self.max_retries + 1

@@ -141,12 +141,7 @@ class MultiTurnToolEnv(StepEnv):
         return self.start(row["prompt"])
 
     async def step(self, turn: Turn) -> Step:
-        """
-        Runs the calls of the turn the model just took, and replies.
-
-        Args:
-            turn (`Turn`): As the call protocol read it; results and errors are written into its calls.
-        """
+        """Runs the calls of the turn the model just took, as the call protocol read it, and replies."""
         if turn.answer is not None:
             return Step(done=StopReason.ANSWERED, answer=turn.answer)
         if turn.index >= self.max_steps:
@@ -251,9 +246,8 @@ class DialogueEnv(MultiTurnToolEnv):
 
 async def execute_calls(calls: list[ToolCall], tools: dict[str, Tool], timeout: float | None = None) -> None:
     """
-    Runs calls concurrently and writes result, data, error and time into each, in place; the order of `calls` is kept.
-
-    A call that did not finish failed, whatever ended the wait: its own time, or the conversation's.
+    Runs calls concurrently, and writes into each what became of it; one that did not finish failed, whatever ended the
+    wait.
     """
 
     async def run_in_limit(limit: ConcurrencyLimit, tool: Tool, call: ToolCall) -> None:

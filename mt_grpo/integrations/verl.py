@@ -242,8 +242,7 @@ def _interactions_of_options(options: Values) -> InteractionEnv:
 
 def load_interactions(path: str) -> dict[str, BaseInteraction]:
     """
-    Loads the interactions of a YAML file, `interaction: [{name, class_name, config}]`, by name: by default the class
-    name in lower case without `Interaction` at its end.
+    The interactions of a YAML file by name: by default the class name in lower case without `Interaction` at its end.
     """
     what = f"`interaction_config_file: {path}`"
     listed = read_yaml(Path(path), what)
@@ -417,10 +416,7 @@ class Geo3kTool(_AnswerTool):
 
 
 class _ExecutionPool:
-    """
-    verl's pool of workers, as subclasses of its tools use it: `await pool.execute.remote(function, *args)` runs a
-    function in a thread, `num_workers` at once.
-    """
+    """verl's pool of workers, for subclasses of its tools: functions run in threads, `num_workers` at once."""
 
     def __init__(self, num_workers: int) -> None:
         self.execute = self

@@ -128,8 +128,7 @@ class FunctionReward(OutcomeReward):
         extra: dict[str, Any] | None = None,
     ) -> Awaitable[list[float | None]]:
         """
-        Calls the function once for the whole batch, with every column of the first row as a list and `extra`
-        arguments. Awaited, it gives a reward per trajectory, or `ValueError` if the function did not.
+        Calls the function once for the whole batch, with columns as lists; awaited, it gives a reward per trajectory.
         """
         rewards = self.function(**{**self.arguments(trajectories, rows), **(extra or {})})
         return _counted(rewards, len(trajectories))
@@ -270,13 +269,8 @@ def load_rewards(
     kind: Literal["turn", "outcome", "state"],
 ) -> list[RewardFunc]:
     """
-    Turns the entries of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score` into reward objects. Each is a
-    registered name, a path for `import_object`, a `RewardFunc`, a subclass of it that needs no arguments, a mapping of
-    the `name` or path of a subclass and its arguments, or (outcome rewards only) a plain TRL reward function.
-
-    Raises:
-        RewardListError: If an entry is not a reward, is a reward of the other kind, has the name of an earlier entry,
-            or does not take its arguments.
+    The rewards of `turn_reward_funcs`, `outcome_reward_funcs` or `state_score`: names, paths, mappings of a name and
+    arguments, classes, objects, and plain TRL reward functions as outcome rewards.
     """
     rewards: dict[str, RewardFunc] = {}
     for entry in entries:

@@ -201,9 +201,8 @@ def _failure(func: RewardFunc, error: BaseException, trajectory: Trajectory, sco
 
 def cut_after(trajectory: Trajectory, index: int) -> Trajectory:
     """
-    The trajectory as it was when a turn had been replied to, without what is only known at its end. The environment
-    itself, which rewards may look at, is the one at the end. Log-probs of the right answer stay up to the state that
-    the turn led to.
+    The trajectory when a turn had been replied to, without what is only known at its end; its environment is the one
+    at the end.
     """
     return replace(
         trajectory,

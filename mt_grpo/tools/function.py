@@ -135,14 +135,7 @@ class Tool:
 
     @classmethod
     def from_function(cls, fn: Callable[..., object]) -> Tool:
-        """
-        Describes a function, bound method or callable object by its name, docstring and type hints. It keeps the
-        options of `@tool`.
-
-        Raises:
-            ToolDefinitionError: If the docstring, a type hint or the description of an argument is missing, or an
-                argument cannot be given by name in JSON.
-        """
+        """Describes a function, bound method or callable object by its name, docstring and type hints."""
         name = getattr(fn, "__name__", type(fn).__name__)
         function = fn if inspect.isroutine(fn) else fn.__call__  # type: ignore[operator]  # an object with `__call__`
         described = _refuse_undescribed(name, function)
@@ -312,10 +305,7 @@ class Result(NamedTuple):
 
 
 def _read_result(result: object, max_size: int | None) -> Result:
-    """
-    Reads the result of a tool: text, an image or a sound, a list of parts with one, or anything that has a JSON form;
-    or a pair of one of the first three and a dictionary of data.
-    """
+    """Reads what a tool returned, or a pair of that and data for rewards."""
     data = None
     if type(result) is tuple and len(result) == 2 and isinstance(result[1], dict):
         if isinstance(result[0], str) or has_media(result[0]):

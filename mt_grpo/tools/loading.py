@@ -80,8 +80,8 @@ def load_tools(entries: list[str | Callable[..., Any] | Tool]) -> list[Tool]:
 
 def in_processes(entries: Sequence[str | Callable[..., object] | Tool], size: int) -> list[Tool]:
     """
-    Tools, as `load_tools` takes them, whose calls run in `size` processes of their own, and so many at once; waiting
-    counts toward no timeout. What is no plain function is left as it is; one has to be.
+    Tools whose calls run in `size` processes of their own, and so many at once; what is no plain function is left as
+    it is.
     """
     tools = load_tools(list(entries))
     plain = [tool for tool in tools if inspect.isfunction(tool.function) and not tool.is_async]
@@ -323,8 +323,8 @@ class ToolSession:
 
     async def rewards(self) -> dict[str, float]:
         """
-        What each tool's `calc_reward` returns, by tool, without tools that do not override it, return `None` or fail.
-        A tool that was never called is asked, too: else a group could not learn to call it.
+        What `calc_reward` of each tool returns; one that was never called is asked too, or no group could learn to
+        call it.
         """
         rewards = {}
         for name, base in self._stateful.items():

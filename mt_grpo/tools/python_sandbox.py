@@ -165,10 +165,6 @@ class RemotePython:
     def run(self, code: str, language: str = "python", time_limit: float | None = None) -> tuple[str, dict[str, Any]]:
         """
         Runs code in any language of the server's, as `python` does, with a time limit of its own if one is given.
-
-        Raises:
-            CodeError: If the code does not compile, raises, or reaches a limit.
-            RuntimeError: If the server cannot be reached, or could not run the code.
         """
         seconds = self._time_limit if time_limit is None else time_limit
         request = {"code": code, "language": language, **self._limits, "run_timeout": seconds}

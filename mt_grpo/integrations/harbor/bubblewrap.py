@@ -405,7 +405,7 @@ async def begin_trial(sandbox: str, task: str) -> Sandbox:
 
 
 async def verify(container: Sandbox, task: str) -> float | None:
-    """As `trial.verify`, in a sandbox."""
+    """Runs the tests in a sandbox of their own over the same folders; the numbers by name, and what was printed."""
     try:
         rewards, _ = await container.verify()
     except TaskError:  # of unfinished work too: tests may need what is not there yet

@@ -59,13 +59,7 @@ class AgentClient:
 
     def openai(self, **options: Any) -> AsyncOpenAI:
         """
-        An `openai.AsyncOpenAI`, closed after the conversation.
-
-        Args:
-            **options: Its further arguments, such as `timeout` and `max_retries`.
-
-        Raises:
-            ImportError: If the package is missing: `pip install "mt-grpo[openai]"`.
+        An `openai.AsyncOpenAI` with further arguments, such as `timeout`, which is closed after the conversation.
         """
         import openai
 

@@ -149,10 +149,7 @@ class _RewardTemplate:
 
 
 class PluginReward(ORM):
-    """
-    The reward of a plugin for reward models. Recipes name it by the plugin's name and give it a model for sequence
-    classification, with a chat template: `outcome_reward_funcs: [{name: my_plugin, model: path/or/id}]`.
-    """
+    """The reward of a plugin for reward models: `outcome_reward_funcs: [{name: my_plugin, model: path/or/id}]`."""
 
     plugin_class: type = DefaultRMPlugin
 

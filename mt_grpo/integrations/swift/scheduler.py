@@ -284,8 +284,8 @@ _PLACE = "<image>"  # what stands in the words of messages for an image of the l
 
 def without_images(messages: list[Message]) -> tuple[list[Message], list[object]]:
     """
-    Messages whose images are places, and the images in order. Messages with other media stay as they are, and so do
-    the assistant's, in whose words `<image>` is what the model wrote.
+    Messages whose images are places, and the images in order; the assistant's messages, and those with other media,
+    stay as they are.
     """
     images: list[object] = []
     written = []

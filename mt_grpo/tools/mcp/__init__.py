@@ -107,8 +107,8 @@ class McpServer:
 
     async def call(self, tool: str, arguments: Arguments, session: ServerSession | None = None) -> Any:
         """
-        Calls a tool, in a session that `ready` returned or else the present one, for which the server is started.
-        Awaited in any event loop; a call that is cancelled leaves the server to the others.
+        Calls a tool, in a session that `ready` returned or else the present one; a call that is cancelled leaves the
+        server to others.
         """
         connection = self.connection()
         return await connection.thread.run(connection.call(tool, arguments, session))
