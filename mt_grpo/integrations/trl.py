@@ -292,13 +292,9 @@ def _first_of(factory: Callable[[], object]) -> Any:
 
 def _as_text(result: object) -> str:
     """The text of a result: `str(result)`; the joined texts if it is a list of parts with text."""
-    if isinstance(result, list) and result and all(map(_is_text_part, result)):
-        return "".join(part["text"] for part in result)
-    return str(result)
-
-
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    parts = [part for part in (result if isinstance(result, list) else ()) if isinstance(part, dict)]
+    texts = [part["text"] for part in parts if part.get("type") == "text" and isinstance(part.get("text"), str)]
+    return "".join(texts) if texts and len(texts) == len(result) else str(result)  # type: ignore[arg-type]
 
 
 def _text(said: object) -> object:

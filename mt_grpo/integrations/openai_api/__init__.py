@@ -229,18 +229,6 @@ class _AgentLoop(LoopThread):
 _agents = OnePerProcess(_AgentLoop)
 
 
-_ASK = (
-    "No request reached the policy: in an agent, take `client.openai()`, or give another client `client.base_url` and "
-    "`client.api_key`. A key in the environment would send requests to the provider."
-)
-
-
-def _is_of_a_client(error: Exception) -> bool:
-    """Whether an exception comes from a client of a model, as far as it shows."""
-    package = type(error).__module__.partition(".")[0]
-    return package in ("openai", "anthropic") or "api_key" in str(error).lower()
-
-
 REWARD = "reward"  # name of a reward that an agent returns as a bare number
 
 
@@ -332,8 +320,14 @@ class AgentEnv:
                         raise ConversationEnded(conversation.limit) from None
                     if conversation.refusal is not None and isinstance(error, CommandError):
                         raise CommandError(f"{error}; its request was refused: {conversation.refusal}") from error
-                    if not conversation.asked and not isinstance(error, CommandError) and _is_of_a_client(error):
-                        raise UnaskedError(f"{describe_error(error)} {_ASK}") from error
+                    client_failed = type(error).__module__.partition(".")[0] in ("openai", "anthropic")
+                    client_failed = client_failed or "api_key" in str(error).lower()
+                    if client_failed and not conversation.asked and not isinstance(error, CommandError):
+                        raise UnaskedError(
+                            f"{describe_error(error)} No request reached the policy: in an agent, take "
+                            "`client.openai()`, or give another client `client.base_url` and `client.api_key`. A key "
+                            "in the environment would send requests to the provider."
+                        ) from error
                     raise
             else:
                 if conversation.refusal is not None and not conversation.sampled:

@@ -25,7 +25,7 @@ from mt_grpo.integrations.swift.scheduler import (
     strip_thinking,
 )
 from mt_grpo.tools import load_tools
-from mt_grpo.trajectory import Message, ToolCall
+from mt_grpo.trajectory import ToolCall
 
 
 class GymScheduler(MultiTurnScheduler):
@@ -34,6 +34,8 @@ class GymScheduler(MultiTurnScheduler):
     of them is the conversation's reward `total_reward`, which `env_reward` reads. Private names are ms-swift's:
     subclasses in users' files rely on them.
     """
+
+    env_config_defaults: dict[str, Any] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,16 +48,20 @@ class GymScheduler(MultiTurnScheduler):
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Makes and resets the environment; its system message and observation are the first messages."""
         for request in requests:
-            config = request.data_dict.get("env_config") or {}
-            env = await call(self._create_env, config, what=str(config.get("name")), late=_close)
-            self._begin(request.uuid, env)
-            what = f"{type(env).__name__}.reset"
-            observation, _, system = await call(env.reset, copy.deepcopy(request), what=what)
-            request.messages = _opening(system, observation)
+            config, uuid = {**self.env_config_defaults, **(request.data_dict.get("env_config") or {})}, request.uuid
+            env = await call(self._create_env, config, what="the environment of a row", late=_close)
+            self._envs[uuid], self._pending_obs[uuid] = env, None
+            self._total_rewards[uuid], self._step_rewards[uuid] = 0.0, []
+            observation, system = await self._reset_env(env, config, request)
+            first = [{"role": "system", "content": system}] if system else []
+            request.messages = [*first, {"role": "user", "content": observation}]
 
-    def _begin(self, uuid: str, env: Any) -> None:
-        self._envs[uuid], self._pending_obs[uuid] = env, None
-        self._total_rewards[uuid], self._step_rewards[uuid] = 0.0, []
+    async def _reset_env(
+        self, env: Any, config: dict[str, Any], request: RolloutInferRequest
+    ) -> tuple[str, str | None]:
+        what = f"{type(env).__name__}.reset"
+        observation, _, system = await call(env.reset, copy.deepcopy(request), what=what)
+        return observation, system
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
         name = str(env_config.get("name"))
@@ -66,17 +72,15 @@ class GymScheduler(MultiTurnScheduler):
             )
         return envs[name](env_config)
 
+    async def _step_env(self, env: Any, infer_request: RolloutInferRequest, said: str) -> tuple[Any, float, bool, Any]:
+        return await call(env.step, copy.deepcopy(infer_request.messages), what=f"{type(env).__name__}.step")
+
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
     ) -> Returned:
-        env = self._envs[infer_request.uuid]
-        what = f"{type(env).__name__}.step"
-        observation, reward, done, info = await call(env.step, copy.deepcopy(infer_request.messages), what=what)
-        return self._stepped(infer_request.uuid, observation, reward, done, info)
-
-    def _stepped(
-        self, uuid: str, observation: str, reward: float, done: bool, info: dict[str, Any] | None
-    ) -> Returned:
+        uuid = infer_request.uuid
+        played = await self._step_env(self._envs[uuid], infer_request, response_choice.message.content)
+        observation, reward, done, info = played
         self._total_rewards[uuid] += float(reward)
         self._step_rewards[uuid].append(float(reward))
         self._pending_obs[uuid] = None if done else observation
@@ -103,12 +107,6 @@ class GymScheduler(MultiTurnScheduler):
 
 async def _close(env: Any) -> None:
     await call(env.close, what=f"{type(env).__name__}.close")
-
-
-def _opening(system: str | None, observation: str) -> list[Message]:
-    """The first messages: the system message, if there is one, and the observation."""
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": observation}]
 
 
 class OpenEnvWrapper:
@@ -147,29 +145,18 @@ class OpenEnvScheduler(GymScheduler):
     Override `parse_action` and `format_observation` for an environment of your own.
     """
 
-    env_config_defaults: dict[str, Any] = {}
-
     def _create_env(self, env_config: dict[str, Any]) -> Any:
         return OpenEnvWrapper(env_config)
 
-    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
-        """Connects, and resets the environment; the observation is the first message."""
-        for request in requests:
-            config = {**self.env_config_defaults, **(request.data_dict.get("env_config") or {})}
-            env = await call(self._create_env, config, what="the OpenEnv client", late=_close)
-            self._begin(request.uuid, env)
-            observation, _ = await call(env.reset, what="reset of the OpenEnv server")
-            request.messages = _opening(config.get("system_message"), self.format_observation(observation))
+    async def _reset_env(
+        self, env: Any, config: dict[str, Any], request: RolloutInferRequest
+    ) -> tuple[str, str | None]:
+        observation, _ = await call(env.reset, what="reset of the OpenEnv server")
+        return self.format_observation(observation), config.get("system_message")
 
-    async def on_turn_end(
-        self, infer_request: RolloutInferRequest, response_choice: Choice, current_turn: int
-    ) -> Returned:
-        env = self._envs[infer_request.uuid]
-        action = self.parse_action(response_choice.message.content)
-        observation, reward, done, _ = await call(env.step, action, what="step of the OpenEnv server")
-        return self._stepped(
-            infer_request.uuid, "" if done else self.format_observation(observation), reward, done, {}
-        )
+    async def _step_env(self, env: Any, infer_request: RolloutInferRequest, said: str) -> tuple[Any, float, bool, Any]:
+        observation, *rest = await call(env.step, self.parse_action(said), what="step of the OpenEnv server")
+        return "" if rest[1] else self.format_observation(observation), *rest  # type: ignore[return-value]
 
     def parse_action(self, text: str) -> object:
         """The action: the response's JSON object, which may be in a code block, or else `{"message": text}`."""

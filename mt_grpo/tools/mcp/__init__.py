@@ -310,30 +310,25 @@ class _McpPool:
         """Calls a tool on the server of the conversation; outside of conversations, on the one with the fewest."""
         conversation = Conversation.current()
         if conversation is None:
-            lease = await self._take()
-            try:
-                return await self._call(lease, tool, arguments)
-            finally:
-                self._give(lease)
-        return await self._call(await self._leased(conversation), tool, arguments)
-
-    async def _leased(self, conversation: Conversation) -> _Lease:
+            with Conversation.begun():
+                return await self.call(tool, arguments)
         with waiting():  # for another call of the turn, which begins there
             await conversation.lock.acquire()
         try:
             lease: _Lease | None = conversation.held.get(self)
             if lease is None:
-                lease = conversation.held[self] = await self._take()
-                conversation.at_end.callback(self._give, lease)
-            return lease
+                lease = conversation.held[self] = _Lease(*await self._pool.begin(self._start))
+                conversation.at_end.callback(lambda: self._pool.give(lease.url, lease.lost))
         finally:
             conversation.lock.release()
-
-    def _give(self, lease: _Lease) -> None:
-        self._pool.give(lease.url, lease.lost)
-
-    async def _take(self) -> _Lease:
-        return _Lease(*await self._pool.begin(self._start))
+        try:
+            return await self._servers[lease.url].call(tool, arguments, lease.session)
+        except McpServerGone as error:
+            lease.lost = error.why
+            raise ServerLost(
+                f"The MCP server {self.config.name!r} at {lease.url}, which this conversation used, is gone: "
+                f"{error.why}."
+            ) from error
 
     async def _start(self, url: str) -> ServerSession:
         try:
@@ -343,16 +338,6 @@ class _McpPool:
         if self._tools and (difference := _difference(self._tools, session.tools)):
             raise Unreachable(f"it has other tools than the others ({difference!r})")
         return session
-
-    async def _call(self, lease: _Lease, tool: str, arguments: Arguments) -> Any:
-        try:
-            return await self._servers[lease.url].call(tool, arguments, lease.session)
-        except McpServerGone as error:
-            lease.lost = error.why
-            raise ServerLost(
-                f"The MCP server {self.config.name!r} at {lease.url}, which this conversation used, is gone: "
-                f"{error.why}."
-            ) from error
 
 
 def _difference(these: list[Listed], those: list[Listed]) -> str | None:
