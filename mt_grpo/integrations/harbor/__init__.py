@@ -6,20 +6,30 @@ import asyncio
 import contextlib
 import copy
 import functools
+import importlib.util
 import logging
+import os
 import random
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from datasets import Dataset
+
+from mt_grpo.data.terminal import embedded_tasks
 from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
 from mt_grpo.errors import ConfigError, describe_error, refuse_first
+from mt_grpo.imports import did_you_mean
+from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import (
     BUBBLEWRAP,
     ENGINES,
@@ -29,9 +39,10 @@ from mt_grpo.integrations.harbor.containers import (
     get_images,
     image_of_task,
     no_way_here,
+    read_task,
+    remove_leftovers,
 )
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
-from mt_grpo.integrations.harbor.tasks import TASK, Tasks, agent_config, check_sandbox, task_folders
 from mt_grpo.integrations.openai_api import AgentClient, AgentEnv, AgentSource, protocol_of
 from mt_grpo.integrations.openai_api.conversation import Conversation
 from mt_grpo.options.table import RunOptions, Values
@@ -43,6 +54,148 @@ if TYPE_CHECKING:
     from mt_grpo.integrations.harbor.trial import BegunTrial
 
 logger = logging.getLogger(__name__)
+
+_DISK = 1e9  # bytes for a sandbox, below which the doctor warns
+
+TASK = "task"  # the column with the folder of a row's task
+
+
+class _Tasks:
+    """Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder; `embedded` are our own."""
+
+    def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
+        self.sandbox = sandbox
+        _check_usable(self.sandbox)
+        if removed := remove_leftovers(self.sandbox):
+            logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
+        given = {"train": tasks, "eval": eval_tasks}
+        self._folders = {
+            split: str(embedded_tasks(split)) if folder == "embedded" else folder for split, folder in given.items()
+        }
+        for name, folder in zip(("tasks", "eval_tasks"), self._folders.values(), strict=True):
+            if folder is not None and not (isinstance(folder, (str, os.PathLike)) and _task_folders(folder)):
+                raise ConfigError(
+                    f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
+                    "`instruction.md`."
+                )
+
+    def rows(self, split: str) -> Dataset | None:
+        """The tasks of a split; metadata that is of one type in some tasks, and of another in others, is text."""
+        if (folder := self._folders[split]) is None:
+            return None
+        rows = []
+        for path in _task_folders(folder):
+            metadata = read_task(path).get("metadata", {})
+            row = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float))}
+            row["prompt"] = (path / "instruction.md").read_text(errors="replace").strip()
+            rows.append({**row, TASK: str(path.resolve()), "name": path.name})
+        for name in {name for row in rows for name in row}:
+            having = [row for row in rows if name in row]
+            if len({float if type(row[name]) is int else type(row[name]) for row in having}) > 1:
+                for row in having:
+                    row[name] = str(row[name])
+        return Dataset.from_list(rows)
+
+    in_sandboxes: ClassVar[bool] = True
+
+    def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
+        """Whether sandboxes start here, and their images and disk are here."""
+        yield True, f"`{self.sandbox}` is here and answers", ""  # else there were no environment
+        tasks = list(dict.fromkeys(row[TASK] for row in rows.select_columns(TASK)))
+        place = tempfile.gettempdir() if self.sandbox == BUBBLEWRAP else "/var/lib"
+        if self.sandbox == BUBBLEWRAP:
+            for task in tasks:
+                read_machine(Path(task))
+            yield True, f"{len(tasks)} tasks need no image", ""
+        elif self.sandbox in ENGINES:
+            images = [image for image in map(image_of_task, tasks) if image is not None]
+            here = sum(image.is_here(self.sandbox) for image in images)
+            mend = "the others are built or pulled before the first batch" if here < len(images) else ""
+            yield not mend, f"{here} of the images of {len(tasks)} tasks are here", mend
+        else:
+            return
+        free = shutil.disk_usage(place).free
+        mend = "free some, or run fewer at once" if free < at_once * _DISK else ""
+        yield not mend, f"{free / 1e9:.1f} GB of disk are free for {at_once} sandboxes at once", mend
+
+    def check(self, rows: Dataset, name: str) -> None:
+        """Refuses rows without a task, and gets the images of the others."""
+        if TASK not in rows.column_names:
+            raise ConfigError(
+                f"The {name} has no column `{TASK}`: give the folder of each row's task there, or leave "
+                "`dataset_name` out."
+            )
+        if self.sandbox in ENGINES:
+            get_images(self.sandbox, filter(None, map(image_of_task, rows.unique(TASK))))
+        elif self.sandbox == BUBBLEWRAP:
+            for task in rows.unique(TASK):
+                read_machine(Path(task))
+
+
+def _check_sandbox(name: str) -> None:
+    """Refuses a sandbox that Harbor does not have."""
+    if name != BUBBLEWRAP:
+        _check_installed()
+        from harbor.models.environment_type import EnvironmentType
+
+        _check_known("sandbox", name, [kind.value for kind in EnvironmentType])
+
+
+def _agent_config(given: str | Mapping[str, Any]) -> Any:
+    """Harbor's configuration of an agent."""
+    _check_installed()
+    from harbor.models.agent.name import AgentName
+    from harbor.models.trial.config import AgentConfig
+    from pydantic import ValidationError
+
+    if not isinstance(given, (str, Mapping)):
+        raise ConfigError(f"`agent: {given}` is no agent: give a name, or options of Harbor's `AgentConfig`.")
+    options = {"name": given} if isinstance(given, str) else dict(given)
+    if unknown := options.keys() - AgentConfig.model_fields.keys():
+        raise ConfigError(f"`agent` has no option {min(unknown)!r}: it has those of Harbor's `AgentConfig`.")
+    try:
+        config = AgentConfig(**options)
+    except ValidationError as error:
+        raise ConfigError(f"`agent: {options}` is refused by Harbor: {error.errors()[0]['msg']}") from error
+    if config.name is not None and ":" not in config.name:
+        _check_known("agent", config.name, sorted(AgentName.values()))
+    return config
+
+
+def _check_installed() -> None:
+    """Refuses a machine without Harbor."""
+    if importlib.util.find_spec("harbor") is None:
+        raise ConfigError(
+            "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
+            "3.12 or later. `sandbox: bubblewrap` goes without."
+        )
+
+
+def _check_known(option: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise ConfigError(f"`{option}: {name}` is none of Harbor's{near}: it has {', '.join(known)}.")
+
+
+def _check_usable(sandbox: str) -> None:
+    """Asks Harbor whether a sandbox can be used: its program answers, its credentials are there."""
+    if sandbox == BUBBLEWRAP:
+        return check_usable()
+    from harbor.environments.factory import EnvironmentFactory
+    from harbor.models.environment_type import EnvironmentType
+
+    try:
+        EnvironmentFactory.run_preflight(EnvironmentType(sandbox))
+    except (Exception, SystemExit) as error:  # Harbor ends its own command with the reason
+        raise ConfigError(f"`sandbox: {sandbox}` cannot be used on this machine: {error}") from error
+
+
+def _task_folders(folder: str | os.PathLike[str]) -> list[Path]:
+    """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
+    root = Path(folder).expanduser()
+    found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
+    return [path for path in found if (path / "instruction.md").is_file()]
+
 
 _JITTER = 0.2  # most seconds between two starts, which are drawn, so that several processes do not start in step
 
@@ -142,16 +295,22 @@ class HarborEnv(MultiTurnToolEnv):
         sandbox_pool: int = 0,
         **options: Any,
     ) -> None:
-        fault = None
-        if verify_every is not None and (not isinstance(verify_every, int) or verify_every < 1):
-            fault = f"`verify_every: {verify_every}` is no number of turns: give 1 or more"
-        elif not isinstance(sandbox_pool, int) or sandbox_pool < 0:
-            fault = f"`sandbox_pool: {sandbox_pool}` is no number of containers: give 0 or more"
-        elif sandbox_pool and sandbox == BUBBLEWRAP:
-            fault = "`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out"
-        if fault:
-            raise ConfigError(f"{fault}.")
-        check_sandbox(sandbox)
+        every = 1 if verify_every is None else verify_every
+        refuse_first(
+            (
+                not isinstance(every, int) or every < 1,
+                f"`verify_every: {every}` is no number of turns: give 1 or more.",
+            ),
+            (
+                not isinstance(sandbox_pool, int) or sandbox_pool < 0,
+                f"`sandbox_pool: {sandbox_pool}` is no number of containers: give 0 or more.",
+            ),
+            (
+                sandbox_pool and sandbox == BUBBLEWRAP,
+                "`sandbox_pool` is of containers, and `sandbox: bubblewrap` has none: leave it out.",
+            ),
+        )
+        _check_sandbox(sandbox)
         self.sandbox, self.verify_every = sandbox, verify_every
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
@@ -260,12 +419,12 @@ def _trials(sandbox: str) -> ModuleType:
     return import_module(f"mt_grpo.integrations.harbor.{'bubblewrap' if sandbox == BUBBLEWRAP else 'trial'}")
 
 
-class HarborTasks(Tasks, Prototype):
+class HarborTasks(_Tasks, Prototype):
     """Folders of Harbor's tasks, for training and for evaluation, as rows for the conversations of `env`."""
 
     def __init__(self, env: HarborEnv, tasks: str, eval_tasks: str | None = None) -> None:
         Prototype.__init__(self, env)
-        Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
+        _Tasks.__init__(self, env.sandbox, tasks, eval_tasks)
 
     @property
     def given(self) -> EnvLike:
@@ -273,7 +432,7 @@ class HarborTasks(Tasks, Prototype):
 
     @property
     def unforkable(self) -> str | None:
-        tasks = task_folders(str(self._folders["train"]))
+        tasks = _task_folders(str(self._folders["train"]))
         for task in tasks:
             if (task / "environment" / "docker-compose.yaml").is_file():
                 return f"the task {task.name} composes services, which are not copied: leave it out"
@@ -333,23 +492,10 @@ _KWARGS: dict[str, dict[str, Any]] = {
 """Options of agents unless the user gives others: no tools that the policy's server would have to run, no films."""
 
 
-class HarborAgents(Tasks, AgentSource):
+class HarborAgents(_Tasks, AgentSource):
     """
-    Tasks of Harbor for one of its agents, such as `terminus-2`, `mini-swe-agent`, `codex` or `claude-code`. What the
-    agent samples is a conversation of the policy's, token for token; what Harbor's verifier says in the end is the
-    reward.
-
-    Args:
-        agent (`str` or `Mapping`): Its name, or the options of Harbor's `AgentConfig`, `name` or `import_path` among
-            them. `env` are further variables of its environment, `kwargs` its own options.
-        tasks (`str`): A folder of tasks, or of one.
-        eval_tasks (`str`, *optional*): The same for evaluation.
-        sandbox (`str`, *optional*, defaults to `"docker"`): What runs containers, by Harbor's name.
-        host (`str`, *optional*): The name by which containers reach this machine; Docker's and Podman's know it.
-        protocol (`CallProtocol`, *optional*): A text protocol for tool calls, see [`AgentSource`].
-
-    Raises:
-        ConfigError: If Harbor is not installed, or has no such agent or sandbox; if a folder has no tasks.
+    Tasks of Harbor for one of its agents: what it samples is a conversation of the policy's, token for token. `agent`
+    is its name, or options of Harbor's `AgentConfig`; `host` the name by which containers reach this machine.
     """
 
     def __init__(
@@ -363,10 +509,10 @@ class HarborAgents(Tasks, AgentSource):
     ) -> None:
         if sandbox == BUBBLEWRAP:
             raise ConfigError(f"`agent: {agent}` is Harbor's and needs its containers: use another `sandbox`.")
-        self._of_harbor = agent_config(agent)
+        self._of_harbor = _agent_config(agent)
         from harbor.agents.installed.base import BaseInstalledAgent
 
-        check_sandbox(sandbox)
+        _check_sandbox(sandbox)
         self.inside = issubclass(self._agent_class(), BaseInstalledAgent)  # it asks from its container
         if self.inside and host is None and sandbox not in ENGINES:
             raise ConfigError(
@@ -374,7 +520,7 @@ class HarborAgents(Tasks, AgentSource):
                 "which it reaches this machine as `host`."
             )
         self.seen_as = host or HOST
-        Tasks.__init__(self, sandbox, tasks, eval_tasks)
+        _Tasks.__init__(self, sandbox, tasks, eval_tasks)
         AgentSource.__init__(self, self._agent_class(), protocol, _ALL_INTERFACES if self.inside else "127.0.0.1")
 
     @property
@@ -382,7 +528,7 @@ class HarborAgents(Tasks, AgentSource):
         return self._of_harbor.name or self._of_harbor.import_path
 
     def examine(self, rows: Any, at_once: int) -> Iterator[tuple[bool, str, str]]:
-        """As `Tasks.examine`, and whether the agent reaches the policy from its container."""
+        """As `_Tasks.examine`, and whether the agent reaches the policy from its container."""
         yield from super().examine(rows, at_once)
         if not self.inside:
             return
