@@ -173,6 +173,17 @@ def libraries_may_refuse(what: str, *also: type[Exception]) -> Iterator[None]:
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
 
 
+@contextlib.contextmanager
+def users_code(what: str, error: type[Exception] = ConfigError, mend: str = "") -> Iterator[None]:
+    """Turns what the user's code raises in the block into an error that begins with `what`; a sentence passes."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as failure:
+        raise error(f"{what} ({describe_error(failure)}){mend}.") from failure
+
+
 def _package_of(error: BaseException) -> str:
     """The package whose code raised the error, or had JSON read that is none."""
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]

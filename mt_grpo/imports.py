@@ -191,6 +191,12 @@ def choose(name: str, value: Any, known: Iterable[str]) -> None:
         raise ConfigError(f"`{name}` is {value!r}{did_you_mean(value, known)}: choose one of {', '.join(known)}.")
 
 
+def need_library(name: str, what: str, install: str) -> None:
+    """Refuses `what` where the library that it needs is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"{what} needs `{name}`, which is not installed: `pip install {install}`.")
+
+
 def in_home(path: str) -> Path:
     """A path whose `~` is somebody's folder; as it is where there is nobody of that name."""
     return Path(os.path.expanduser(path))

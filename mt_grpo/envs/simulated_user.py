@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Mapping
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from mt_grpo.envs.env import Outcome, Policy, Step
 from mt_grpo.envs.source import environment, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import did_you_mean, need_library
 from mt_grpo.options.values import parse_user
 from mt_grpo.servers.external import BOUNDED, OpenAIEndpoint
 from mt_grpo.trajectory import Message, Row, StopReason, Turn
@@ -66,8 +65,7 @@ class SimulatedUser:
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self" and value is not None}
         parse_user(given)
-        if importlib.util.find_spec("openai") is None:
-            raise ConfigError('`simulated_user` needs a library: run `pip install "mt-grpo[openai]"`.')
+        need_library("openai", "`simulated_user`", '"mt-grpo[openai]"')
         option = "simulated_user: api_key_env"
         self._endpoint = OpenAIEndpoint(base_url, api_key_env, option, "The simulated user's endpoint")
         self.base_url, self.model, self.system_prompt = base_url, model, system_prompt

@@ -20,6 +20,7 @@ from mt_grpo.envs import Outcome, Policy
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.imports import need_library
 from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.options.table import Values
 from mt_grpo.servers import expand_addresses
@@ -310,8 +311,7 @@ def _why(error: Exception) -> str:
 
 def generic_client() -> Callable[..., Any]:
     """OpenEnv's client class for any server; raises `ConfigError` if OpenEnv is not installed."""
-    try:
-        from openenv.core import GenericEnvClient
-    except ImportError as error:
-        raise ConfigError(f"OpenEnv is not installed ({error}): `pip install mt-grpo[openenv]`.") from error
+    need_library("openenv", "A server of OpenEnv", "mt-grpo[openenv]")
+    from openenv.core import GenericEnvClient
+
     return GenericEnvClient

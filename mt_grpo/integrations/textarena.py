@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_grpo.envs.source import environment
 from mt_grpo.errors import ConfigError, describe_error
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import did_you_mean, need_library
 from mt_grpo.integrations.gym import GymEnv, imported
 from mt_grpo.options.table import Values
 
@@ -36,10 +36,9 @@ def textarena_game(
     Raises:
         ConfigError: If TextArena is not installed, or has no such game.
     """
-    try:
-        import textarena
-    except ImportError as error:
-        raise ConfigError(f"TextArena is not installed ({error}): `pip install mt-grpo[textarena]`.") from error
+    need_library("textarena", "`textarena_game`", "mt-grpo[textarena]")
+    import textarena
+
     known = textarena.envs.registration.ENV_REGISTRY
     # without wrappers, observations are messages and not the whole history
     name = game if game.endswith("-raw") else f"{game}-raw"

@@ -24,7 +24,7 @@ from mt_grpo.envs import MultiTurnToolEnv, Outcome, Policy
 from mt_grpo.envs.env import outcome_at_end
 from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, environment, tool_arguments
 from mt_grpo.envs.tool_env import execute_calls
-from mt_grpo.errors import ConfigError, describe_error
+from mt_grpo.errors import ConfigError, describe_error, users_code
 from mt_grpo.imports import import_object
 from mt_grpo.media import Part, has_media, kind_of_part, read_parts
 from mt_grpo.options.table import Values
@@ -276,12 +276,8 @@ def _first_of(factory: Callable[[], object]) -> Any:
             "environment."
         )
     name = getattr(factory, "__name__", type(factory).__name__)
-    try:
+    with users_code(f"`environment_factory` {name} makes nothing without arguments"):
         instance = factory()
-    except Exception as error:  # whatever the user's factory raises
-        raise ConfigError(
-            f"`environment_factory` {name} is called without arguments, and raised {describe_error(error)}."
-        ) from error
     if not inspect.isroutine(getattr(type(instance), "reset", None)):
         raise ConfigError(
             f"`environment_factory` {name} makes {type(instance).__name__}, which has no `reset`: define "

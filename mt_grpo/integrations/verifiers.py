@@ -23,7 +23,7 @@ from mt_grpo.data import with_contents_of_one_kind
 from mt_grpo.envs.env import Outcome
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import environment
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, users_code
 from mt_grpo.integrations.openai_api import AgentClient, AgentSource, protocol_of
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import VERIFIERS, parse_env_config
@@ -81,20 +81,13 @@ def _load(name: str, config: dict[str, Any]) -> _LegacyEnvironment | TasksetEnvi
             f"`env: {VERIFIERS}{name}` needs verifiers, which is not installed: `pip install mt-grpo[verifiers]` for "
             "environments with `load_environment` (0.3.1), `pip install mt-grpo[verifiers-v1]` for tasksets (0.4)."
         )
-    try:
-        with _kept_signals():
-            if importlib.util.find_spec("verifiers.legacy") is not None:
-                return _LegacyEnvironment(name, config)
-            from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
+    mend = ": install its package, and look at `env_config`"
+    with users_code(f"verifiers cannot load the environment {name!r}", mend=mend), _kept_signals():
+        if importlib.util.find_spec("verifiers.legacy") is not None:
+            return _LegacyEnvironment(name, config)
+        from mt_grpo.integrations.verifiers_v1 import TasksetEnvironment
 
-            return TasksetEnvironment(name, config)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the environment's code raises
-        raise ConfigError(
-            f"verifiers cannot load the environment {name!r} ({type(error).__name__}: {error}): install its package, "
-            "and look at `env_config`."
-        ) from error
+        return TasksetEnvironment(name, config)
 
 
 @contextlib.contextmanager

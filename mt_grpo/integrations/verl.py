@@ -26,7 +26,7 @@ from mt_grpo.concurrency import call
 from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.source import environment, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, users_code
 from mt_grpo.imports import did_you_mean, import_object
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import read_yaml
@@ -286,10 +286,8 @@ def _load(entry: object, path: str) -> tuple[str, BaseInteraction]:
     if fault:
         raise ConfigError(f"{what} {fault}.")
     name = str(entry.get("name") or found.__name__.removesuffix("Interaction").lower() or found.__name__)
-    try:
+    with users_code(f"{what} does not start"):
         return name, found({**config, "name": name})
-    except Exception as error:  # whatever the user's class raises
-        raise ConfigError(f"{what} does not start: {type(error).__name__}: {error}.") from error
 
 
 # Scores

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mt_grpo.rewards import builtin
 from mt_grpo.rewards.base import (
     REWARDS,
     FunctionReward,
@@ -52,7 +53,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """A built-in reward by the name that recipes give it."""
-    if name.startswith("_") or name not in REWARDS:
+    if not isinstance(vars(builtin).get(name), RewardFunc):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = REWARDS[name]
-    return found() if isinstance(found, type) else found
+    return vars(builtin)[name]

@@ -9,7 +9,7 @@ from math import isfinite
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from mt_grpo.errors import UserError, describe_error
+from mt_grpo.errors import UserError, users_code
 from mt_grpo.imports import Registry, check_name, did_you_mean, import_object, unknown_option
 from mt_grpo.media import part_text
 from mt_grpo.options.rules import unknown_reward
@@ -327,13 +327,7 @@ def _instantiate(reward_class: type[RewardFunc], options: dict[str, Any], label:
             f"The {kind} reward {label!r} has no method `{methods[0]}`{did_you_mean(methods[0], own)}: define it in "
             "its class."
         )
-    try:
+    how = f"with the options {options!r}" if options else "without arguments"
+    mend = "" if options else f": give them with its name, as `{{name: {label}, ...}}`, or list an instance"
+    with users_code(f"The {kind} reward {label!r} cannot be made {how}", RewardListError, mend):
         return reward_class(**options)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's class raises
-        how = f"with the options {options!r}" if options else "without arguments"
-        mend = "" if options else f": give them with its name, as `{{name: {label}, ...}}`, or list an instance"
-        raise RewardListError(
-            f"The {kind} reward {label!r} cannot be made {how} ({describe_error(error)}){mend}."
-        ) from error

@@ -455,3 +455,20 @@ class AnswerLogprob(RightAnswer, StateScore):
     def score(self, turn: Turn, trajectory: Trajectory, **row: object) -> float | None:
         after = self.logprobs(trajectory)[turn.index + 1 : turn.index + 2]
         return after[0] if after else None
+
+
+env_reward = EnvReward()
+step_reward = _StepReward()
+teacher_agreement = TeacherAgreement()
+teacher_log_ratio = TeacherLogRatio()
+reasoning_gym_reward = _ReasoningGymReward()
+tool_execution_reward_func = _ToolExecutionReward()
+exist_answer_in_search_results = _ExistAnswerInSearchResults()
+exact_match_reward_func = _ExactMatchReward()
+exist_answer_reward_func = _ExistAnswerReward()
+format_reward_func = _FormatReward()
+xml_reward_func = _XmlReward()
+gsm8k_correct_reward_func = _Gsm8kCorrectReward()
+gsm8k_number_reward_func = _Gsm8kNumberReward()
+information_gain = InformationGain()
+answer_logprob = AnswerLogprob()

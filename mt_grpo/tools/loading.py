@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mt_grpo.concurrency import ConcurrencyLimit, OutOfTime, call, in_thread
-from mt_grpo.errors import UserError, describe_error
+from mt_grpo.errors import describe_error, users_code
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.media import read_parts
 from mt_grpo.options.rules import unknown_tool
@@ -117,7 +117,9 @@ def _as_tool(source: object, label: str) -> Tool:
     if isinstance(source, BaseTool):
         return StatefulTool.of(source)
     if isinstance(source, type):
-        source = _started(source)
+        what = f"The tool class {source.__name__!r} does not start without arguments"
+        with users_code(what, ToolDefinitionError, ": make an object of it in a Python file and name that"):
+            source = source()
     if callable(source):
         return Tool.from_function(source)
     methods = [name for name, _ in inspect.getmembers(type(source), inspect.isroutine) if not name.startswith("_")]
@@ -128,18 +130,6 @@ def _as_tool(source: object, label: str) -> Tool:
             f"{'the function that it wraps, its `func`' if wraps else 'a function or a bound method'}."
         )
     return Tool.from_function(getattr(source, methods[0]))
-
-
-def _started(cls: type) -> object:
-    try:
-        return cls()
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's class raises
-        raise ToolDefinitionError(
-            f"The tool class {cls.__name__!r} does not start without arguments ({type(error).__name__}: {error}): "
-            "make an object of it in a Python file and name that."
-        ) from error
 
 
 # Tools with a state
@@ -522,15 +512,9 @@ def _tool_class(name: object, kind: type[Made], where: str) -> type[Made]:
 
 
 def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, where: str) -> Made:
-    try:
+    what = f"{where}: the class {tool_class.__name__!r} does not start from `config` and `tool_schema`"
+    with users_code(what, ToolDefinitionError):
         return tool_class(config=config, tool_schema=schema)
-    except ToolDefinitionError:
-        raise
-    except Exception as error:  # whatever the user's class raises
-        raise ToolDefinitionError(
-            f"{where}: the class {tool_class.__name__!r} does not start from `config` and `tool_schema` "
-            f"({type(error).__name__}: {error})."
-        ) from error
 
 
 def _check_keys(value: object, known: tuple[str, ...], where: str) -> None:

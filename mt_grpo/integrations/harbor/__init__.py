@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import copy
 import functools
-import importlib.util
 import logging
 import os
 import random
@@ -27,8 +26,8 @@ from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.protocols import CallProtocol
 from mt_grpo.envs.source import EnvLike, EnvSource, Prototype, environment, tool_arguments
 from mt_grpo.envs.tool_env import MultiTurnToolEnv
-from mt_grpo.errors import ConfigError, describe_error, refuse_first
-from mt_grpo.imports import did_you_mean
+from mt_grpo.errors import ConfigError, describe_error, refuse_first, users_code
+from mt_grpo.imports import did_you_mean, need_library
 from mt_grpo.integrations.harbor.bubblewrap import check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import (
     BUBBLEWRAP,
@@ -163,12 +162,8 @@ def _agent_config(given: str | Mapping[str, Any]) -> Any:
 
 
 def _check_installed() -> None:
-    """Refuses a machine without Harbor."""
-    if importlib.util.find_spec("harbor") is None:
-        raise ConfigError(
-            "`env: {type: harbor}` needs Harbor, which is not installed: `pip install mt-grpo[harbor]`, with Python "
-            "3.12 or later. `sandbox: bubblewrap` goes without."
-        )
+    mend = "mt-grpo[harbor]` with Python 3.12 or later, or take `sandbox: bubblewrap"
+    need_library("harbor", "`env: {type: harbor}`", mend)
 
 
 def _check_known(option: str, name: str, known: list[str]) -> None:
@@ -551,10 +546,8 @@ class HarborAgents(_Tasks, AgentSource):
     def _agent_class(self) -> Any:
         from harbor.agents.factory import AgentFactory
 
-        try:
+        with users_code(f"`agent: {self.name}` is no agent of Harbor's"):
             return AgentFactory.get_agent_class_from_config(self._of_harbor)
-        except (ValueError, ImportError, AttributeError) as error:
-            raise ConfigError(f"`agent: {self.name}` is no agent of Harbor's: {error}") from error
 
     def config(self, client: AgentClient, context_length: int) -> Any:
         """What Harbor is told of the agent: where the policy is, its key, the form of its API, and its context."""

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exception, in_thread, waiting
 from mt_grpo.errors import ConfigError
-from mt_grpo.imports import did_you_mean
+from mt_grpo.imports import did_you_mean, need_library
 from mt_grpo.media import Part, read_parts
 from mt_grpo.servers.external import (
     MAX_STARTING,
@@ -79,12 +79,7 @@ class McpServer:
     """
 
     def __init__(self, config: McpServerConfig) -> None:
-        try:
-            import mcp  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "Tools of MCP servers need the library `mcp`, which is not installed: run `pip install mt-grpo[mcp]`."
-            ) from error
+        need_library("mcp", "A tool of an MCP server", "mt-grpo[mcp]")
         self.config = config
         self._connection: _Connection | None = None
 
