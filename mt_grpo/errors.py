@@ -29,7 +29,7 @@ class ConfigError(UserError, ValueError):
     """An option is wrong. The message is one sentence fit for the user."""
 
 
-def refuse_first(*faults: tuple[object, str], error: type[UserError] = ConfigError) -> None:
+def refuse_first(*faults: tuple[object, str], error: type[Exception] = ConfigError) -> None:
     """Raises an error with the sentence of the first fault that is there."""
     for is_there, sentence in faults:
         if is_there:

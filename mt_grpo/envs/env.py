@@ -352,18 +352,18 @@ def checked_outcome(outcome: object, env: Env) -> Outcome:
         raise TypeError(
             f"{type(env).__name__}.run{defined_at(env.run)} returned {type(outcome).__name__}: return an `Outcome`."
         )
-    for attribute, given, kinds, right in (
+    keys = outcome.rewards if isinstance(outcome.rewards, dict) else ()
+    parts = [
         ("stop_reason", outcome.stop_reason, StopReason | None, "a `StopReason` or `None`"),
         ("answer", outcome.answer, str | None, "text or `None`"),
         ("rewards", outcome.rewards, dict, "a dictionary"),
         ("info", outcome.info, dict, "a dictionary"),
-    ):
+        *(("rewards", key, str, "text as the name of a reward") for key in keys),
+    ]
+    for attribute, given, kinds, right in parts:
         if not isinstance(given, kinds):
             raise TypeError(f"{name}: `{attribute}` of the outcome is {type(given).__name__}: give {right}.")
     for key, value in outcome.rewards.items():
-        if not isinstance(key, str):
-            kind = type(key).__name__
-            raise TypeError(f"{name}: `rewards` of the outcome is {kind}: give text as the name of a reward.")
         outcome.rewards[key] = finite(value, f"{name}: the reward {key!r}")
     check_data(outcome.info, f"{name}: `info` of the outcome")
     return outcome

@@ -34,7 +34,7 @@ from mt_grpo.envs.protocols import (
     TagProtocol,
     instruct,
 )
-from mt_grpo.errors import ConfigError, find_fault
+from mt_grpo.errors import find_fault, refuse_first
 from mt_grpo.imports import did_you_mean
 from mt_grpo.media import has_media
 from mt_grpo.servers.external import ServerLost
@@ -89,31 +89,40 @@ class MultiTurnToolEnv(StepEnv):
         env_mask: int = 0,
         tool_timeout: float | None = 60.0,
     ) -> None:
-        if protocol not in PROTOCOLS:
-            raise ConfigError(
+        refuse_first(
+            (
+                protocol not in PROTOCOLS,
                 f"The call protocol {protocol!r} is unknown{did_you_mean(protocol, PROTOCOLS)}: choose one of "
-                f"{', '.join(PROTOCOLS)}."
-            )
-        timed = tool_timeout is None or tool_timeout > 0
-        for name, value, right, mend in (
-            ("max_steps", max_steps, max_steps >= 0, "it counts replies of the environment, so set 0 or more"),
-            ("env_mask", env_mask, env_mask in (0, 1), "set 0 (tool results are not trained) or 1 (they are)"),
-            ("tool_timeout", tool_timeout, timed, "set seconds above 0, or `None` for no limit"),
-        ):
-            if not right:
-                raise ConfigError(f"`{name}` is {value}; {mend}.")
+                f"{', '.join(PROTOCOLS)}.",
+            ),
+            (max_steps < 0, f"`max_steps` is {max_steps}; it counts replies of the environment, so set 0 or more."),
+            (
+                env_mask not in (0, 1),
+                f"`env_mask` is {env_mask}; set 0 (tool results are not trained) or 1 (they are).",
+            ),
+            (
+                tool_timeout is not None and not tool_timeout > 0,
+                f"`tool_timeout` is {tool_timeout}; set seconds above 0, or `None` for no limit.",
+            ),
+        )
         self.tools = {tool.name: tool for tool in load_tools(list(tools))}
         self.max_steps = max_steps
         self.protocol: CallProtocol = PROTOCOLS[protocol]()
         tags = {tag.strip("</>") for tag in self.protocol.tags}
-        for name in self.tools:
-            if name in tags:
-                raise ConfigError(
+        refuse_first(
+            *(
+                (
+                    name in tags,
                     f"The tool {name!r} has the name of a tag of `call_protocol: {protocol}`, and <{name}> means "
-                    "something else in a message: give it another name."
+                    "something else in a message: give it another name.",
                 )
-        if protocol == "plain" and self.tools:
-            raise ConfigError("`call_protocol: plain` has no calls, and there are tools: choose `native` or `tags`.")
+                for name in self.tools
+            ),
+            (
+                protocol == "plain" and self.tools,
+                "`call_protocol: plain` has no calls, and there are tools: choose `native` or `tags`.",
+            ),
+        )
         self.env_mask = env_mask
         self.tool_timeout = tool_timeout
         self.system_prompt = system_prompt

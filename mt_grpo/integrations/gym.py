@@ -15,7 +15,7 @@ from mt_grpo.concurrency import call
 from mt_grpo.envs import Outcome, Policy, Step, StepEnv
 from mt_grpo.envs.env import outcome_at_end
 from mt_grpo.envs.source import environment, takes
-from mt_grpo.errors import ConfigError, describe_error, find_fault
+from mt_grpo.errors import describe_error, find_fault, refuse_first
 from mt_grpo.imports import import_object
 from mt_grpo.media import media_to_digests
 from mt_grpo.options.table import Values
@@ -90,12 +90,15 @@ class GymEnv(StepEnv):
         max_turns: int | None = None,
         step_timeout: float | None = 60.0,
     ) -> None:
-        if not callable(make):
-            raise ConfigError(f"`GymEnv` was given {make!r}, which cannot be called: give a class or a function.")
+        refuse_first(
+            (not callable(make), f"`GymEnv` was given {make!r}, which cannot be called: give a class or a function."),
+            (
+                max_turns is not None and max_turns < 1,
+                f"`max_turns` is {max_turns}: give 1 or more, or `None` for no limit.",
+            ),
+        )
         if isinstance(make, type):
             _check_game(make)
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(f"`max_turns` is {max_turns}: give 1 or more, or `None` for no limit.")
         self.make, self.parse, self.tag, self.max_turns, self.call_timeout = make, parse, tag, max_turns, step_timeout
         self.reset_timeout = step_timeout
         self.stop = () if tag is None else (f"</{tag}>",)
@@ -214,8 +217,12 @@ def _read(played: object, what: str) -> tuple[object, float, bool, bool, dict[st
 
 
 def _check_game(game: type) -> None:
-    for method in ("reset", "step"):
-        if not inspect.isroutine(getattr(game, method, None)):
-            raise ConfigError(
-                f"`GymEnv` was given {game.__name__}, which has no `{method}`: a game has `reset` and `step(action)`."
+    refuse_first(
+        *(
+            (
+                not inspect.isroutine(getattr(game, method, None)),
+                f"`GymEnv` was given {game.__name__}, which has no `{method}`: a game has `reset` and `step(action)`.",
             )
+            for method in ("reset", "step")
+        )
+    )

@@ -9,7 +9,7 @@ from math import isfinite
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from mt_grpo.errors import UserError, users_code
+from mt_grpo.errors import UserError, refuse_first, users_code
 from mt_grpo.imports import Registry, check_name, did_you_mean, import_object, unknown_option
 from mt_grpo.media import part_text
 from mt_grpo.options.rules import unknown_reward
@@ -275,18 +275,19 @@ def load_rewards(
     rewards: dict[str, RewardFunc] = {}
     for entry in entries:
         reward = _load(entry, kind)
-        if not isinstance(reward.name, str):
-            raise RewardListError(
-                f"The {kind} reward {type(reward).__name__} has the `name` {reward.name!r:.80}: give it text."
-            )
-        if reward.name in rewards:
-            raise RewardListError(f"The {kind} reward {reward.name!r} is listed twice: give one another `name`.")
-        for number in ("weight", "maximum"):
-            value = getattr(reward, number)
-            if not isinstance(value, Real) or not isfinite(value):
-                raise RewardListError(
-                    f"The {kind} reward {reward.name!r} has the `{number}` {value!r:.80}: set a finite number."
+        what, unnamed = f"The {kind} reward {reward.name!r:.80}", not isinstance(reward.name, str)
+        refuse_first(
+            (unnamed, f"The {kind} reward {type(reward).__name__} has the `name` {reward.name!r:.80}: give it text."),
+            (not unnamed and reward.name in rewards, f"{what} is listed twice: give one another `name`."),
+            *(
+                (
+                    not isinstance(value, Real) or not isfinite(value),
+                    f"{what} has the `{number}` {value!r:.80}: set a finite number.",
                 )
+                for number, value in (("weight", reward.weight), ("maximum", reward.maximum))
+            ),
+            error=RewardListError,
+        )
         rewards[reward.name] = reward
     return list(rewards.values())
 
@@ -306,16 +307,23 @@ def _load(entry: Any, kind: str) -> RewardFunc:
     reward_class = value if isinstance(value, type) else type(value)
     if issubclass(reward_class, _KINDS[kind]):
         return _instantiate(value, options, label, kind) if isinstance(value, type) else value
-    for other in _KINDS.keys() - {kind}:
-        if issubclass(reward_class, _KINDS[other]):
-            raise RewardListError(f"{label!r} is a reward for {other}s: list it in `{_OPTIONS[other]}`.")
-    if isinstance(value, type | RewardFunc) or not callable(value):
-        raise RewardListError(f"The {kind} reward {label!r} is not a reward: subclass {_KINDS[kind].__name__}.")
-    if kind != "outcome":
-        raise RewardListError(
-            f"The {kind} reward {label!r} is a plain function, which judges whole completions: subclass "
-            f"{_KINDS[kind].__name__}, or list it in `outcome_reward_funcs`."
-        )
+    subclass = f"subclass {_KINDS[kind].__name__}"
+    refuse_first(
+        *(
+            (issubclass(reward_class, cls), f"{label!r} is a reward for {other}s: list it in `{_OPTIONS[other]}`.")
+            for other, cls in _KINDS.items()
+        ),
+        (
+            isinstance(value, type | RewardFunc) or not callable(value),
+            f"The {kind} reward {label!r} is not a reward: {subclass}.",
+        ),
+        (
+            kind != "outcome",
+            f"The {kind} reward {label!r} is a plain function, which judges whole completions: {subclass}, or list it "
+            "in `outcome_reward_funcs`.",
+        ),
+        error=RewardListError,
+    )
     return ScoreFunction(value) if ScoreFunction.fits(value) else FunctionReward(value)
 
 

@@ -179,10 +179,10 @@ def _number(func: RewardFunc, value: object, trajectory: Trajectory) -> float | 
         if isinstance(value, (str, bytes)) or not isinstance(value, SupportsFloat):
             raise TypeError(f"it returned {value!r:.80}: return a number")
         number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"it returned {number}: return a finite number, or `None` where it does not apply")
-        if abs(number) > _LARGEST:
-            raise ValueError(f"it returned {number:g}: return a number between {-_LARGEST:g} and {_LARGEST:g}")
+        if not abs(number) <= _LARGEST:  # NaN is not either
+            bounds = f"a number between {-_LARGEST:g} and {_LARGEST:g}"
+            mend = bounds if math.isfinite(number) else "a finite number, or `None` where it does not apply"
+            raise ValueError(f"it returned {number:g}: return {mend}")
     except Exception as error:  # whatever the user's value raises
         raise _failure(func, error, trajectory) from error
     return number

@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mt_grpo.concurrency import ConcurrencyLimit, OutOfTime, call, in_thread
-from mt_grpo.errors import describe_error, users_code
+from mt_grpo.errors import describe_error, refuse_first, users_code
 from mt_grpo.imports import Registry, did_you_mean, import_object
 from mt_grpo.media import read_parts
 from mt_grpo.options.rules import unknown_tool
@@ -415,8 +415,6 @@ def _read(response: Any) -> Any:
 
 # The file of tools
 
-TYPES = ("native", "mcp")
-
 Made = TypeVar("Made", bound=BaseTool)
 
 
@@ -446,15 +444,28 @@ def load_tools_file(path: str) -> list[Tool]:
 
 def _tools(entry: dict[str, Any], where: str) -> list[Tool]:
     _check_keys(entry, ("class_name", "config", "tool_schema", "mcp"), where)
-    config = entry.get("config")
-    if not isinstance(config, dict) or config.get("type") not in TYPES:
-        raise ToolDefinitionError(f"{where} does not say what it is: write `config: {{type: native}}` or `type: mcp`.")
-    return [_native(entry, config, where)] if config["type"] == "native" else _mcp(entry, config, where)
+    config, mcp = entry.get("config"), entry.get("mcp")
+    kind = config.get("type") if isinstance(config, dict) else None
+    path = mcp.get("mcp_servers_config_path") if isinstance(mcp, dict) else None
+    refuse_first(
+        (
+            kind not in ("native", "mcp"),
+            f"{where} does not say what it is: write `config: {{type: native}}` or `type: mcp`.",
+        ),
+        (
+            kind == "native" and "mcp" in entry,
+            f"{where} has `mcp` beside `type: native`: write `type: mcp`, or leave it out.",
+        ),
+        (
+            kind == "mcp" and not isinstance(path, str),
+            f"{where} names no file of MCP servers: write `mcp: {{mcp_servers_config_path: servers.json}}`.",
+        ),
+        error=ToolDefinitionError,
+    )
+    return _mcp(entry, mcp, config, where) if kind == "mcp" else [_native(entry, config, where)]  # type: ignore[arg-type]
 
 
 def _native(entry: dict[str, Any], config: dict[str, Any], where: str) -> Tool:
-    if "mcp" in entry:
-        raise ToolDefinitionError(f"{where} has `mcp` beside `type: native`: write `type: mcp`, or leave it out.")
     tool_class = _tool_class(entry.get("class_name"), BaseTool, where)
     schema = entry.get("tool_schema")
     try:
@@ -467,26 +478,27 @@ def _native(entry: dict[str, Any], config: dict[str, Any], where: str) -> Tool:
     return StatefulTool.of(_made(tool_class, config, schema, where))
 
 
-def _mcp(entry: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool]:
-    options = entry.get("mcp")
-    if not isinstance(options, dict) or not isinstance(options.get("mcp_servers_config_path"), str):
-        raise ToolDefinitionError(
-            f"{where} names no file of MCP servers: write `mcp: {{mcp_servers_config_path: servers.json}}`."
-        )
-    _check_keys(options, ("mcp_servers_config_path", "tool_selected_list"), f"{where}, `mcp`,")
-    faults = []
-    for name, unit in (("timeout", "seconds for a call"), ("rate_limit", "calls a second")):
-        value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-            faults.append(f"the `{name}` {value!r}: give {unit}, above 0, or leave it out")
-    selected = options.get("tool_selected_list") or []
-    if not isinstance(selected, list) or not all(isinstance(name, str) for name in selected):
-        faults.append(f"a `tool_selected_list` that is no list of names: {selected!r}")
-    if faults:
-        raise ToolDefinitionError(f"{where} has {faults[0]}.")
+def _mcp(entry: dict[str, Any], mcp: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool]:
+    _check_keys(mcp, ("mcp_servers_config_path", "tool_selected_list"), f"{where}, `mcp`,")
+    selected = mcp.get("tool_selected_list") or []
+    refuse_first(
+        *(
+            (
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0,
+                f"{where} has the `{name}` {value!r}: give {unit}, above 0, or leave it out.",
+            )
+            for name, unit in (("timeout", "seconds for a call"), ("rate_limit", "calls a second"))
+            if (value := config.get(name)) is not None
+        ),
+        (
+            not isinstance(selected, list) or not all(isinstance(name, str) for name in selected),
+            f"{where} has a `tool_selected_list` that is no list of names: {selected!r}.",
+        ),
+        error=ToolDefinitionError,
+    )
     from mt_grpo.tools.mcp import MCPBaseTool, mcp_tools, remote_tools  # loaded for runs that have such servers
 
-    arguments = (options["mcp_servers_config_path"], selected, config.get("timeout"), config.get("rate_limit"))
+    arguments = (mcp["mcp_servers_config_path"], selected, config.get("timeout"), config.get("rate_limit"))
     if not entry.get("class_name"):
         return mcp_tools(*arguments)
     tool_class = _tool_class(entry["class_name"], MCPBaseTool, where)

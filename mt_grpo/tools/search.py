@@ -184,7 +184,7 @@ class WikipediaSearch:
         self.base_url = base_url
         self._timeout = timeout
         self._client = WebClient({"User-Agent": "mt-grpo (research; httpx)"})
-        self._pause = _Pause()
+        self._until, self._lock = 0.0, threading.Lock()  # no thread asks before then
 
     @tool(concurrency=_WIKIPEDIA_CONCURRENCY)
     def search(self, query: str) -> str:
@@ -222,7 +222,12 @@ class WikipediaSearch:
         """The answer to a request. It is sent again if Wikipedia asks for that."""
         give_up = time.monotonic() + _WIKIPEDIA_WAIT
         for attempt in range(_WIKIPEDIA_TRIES):
-            self._pause.wait(give_up)
+            while (left := self._until - time.monotonic()) > 0:
+                if self._until > give_up:
+                    raise RuntimeError(
+                        f"Wikipedia search failed: too many requests; Wikipedia asks to wait {left:.0f} s."
+                    )
+                time.sleep(left)
             try:
                 answer = self._client.ask("GET", self.base_url, self._timeout, params=params)
                 response = answer.response
@@ -238,28 +243,10 @@ class WikipediaSearch:
                 raise RuntimeError(f"Wikipedia search failed: {error}") from error
             backoff = 2.0**attempt * random.uniform(0.5, 1.0)
             asked = retry_after(response)
-            self._pause.begin(backoff if asked is None else max(0.02 * backoff, asked))
+            pause = min(backoff if asked is None else max(0.02 * backoff, asked), _LONGEST_PAUSE)
+            with self._lock:
+                self._until = max(self._until, time.monotonic() + pause)
         raise RuntimeError(f"Wikipedia search failed: too many requests, {_WIKIPEDIA_TRIES} times in a row.")
-
-
-class _Pause:
-    """Holds back the requests of all threads until a time. The server would refuse the others' as well."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self._lock = threading.Lock()
-
-    def begin(self, seconds: float) -> None:
-        """Makes the pause last at least so many seconds from here, `_LONGEST_PAUSE` at most."""
-        with self._lock:
-            self._until = max(self._until, time.monotonic() + min(seconds, _LONGEST_PAUSE))
-
-    def wait(self, give_up: float) -> None:
-        """Returns when the pause is over."""
-        while (left := self._until - time.monotonic()) > 0:
-            if self._until > give_up:
-                raise RuntimeError(f"Wikipedia search failed: too many requests; Wikipedia asks to wait {left:.0f} s.")
-            time.sleep(left)
 
 
 def _text_fields(document: Mapping[str, object]) -> Sequence[str]:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exception, in_thread, waiting
-from mt_grpo.errors import ConfigError
+from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import did_you_mean, need_library
 from mt_grpo.media import Part, read_parts
 from mt_grpo.servers.external import (
@@ -452,14 +452,19 @@ def remote_tools(
         for listed in server.list_tools()
     ]
     names = [tool.listed["name"] for tool in tools]
-    for name in selected or []:
-        if name not in names:
-            raise ToolDefinitionError(
-                f"The MCP servers of {path} have no tool {name!r} (`tool_selected_list`){did_you_mean(name, names)}: "
-                f"they have {', '.join(names) or 'none'}."
+    what = f"The MCP servers of {path} have no tool"
+    refuse_first(
+        *(
+            (
+                name not in names,
+                f"{what} {name!r} (`tool_selected_list`){did_you_mean(name, names)}: they have "
+                f"{', '.join(names) or 'none'}.",
             )
-    if not names:
-        raise ToolDefinitionError(f"The MCP servers of {path} have no tools.")
+            for name in selected or []
+        ),
+        (not names, f"{what}s."),
+        error=ToolDefinitionError,
+    )
     return [tool for tool in tools if not selected or tool.listed["name"] in selected]
 
 
