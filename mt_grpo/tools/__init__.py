@@ -1,4 +1,7 @@
-"""Tools that a model can call, and the one that needs nothing: arithmetic, exact for whole numbers and bounded."""
+"""
+Tools that a model can call; the file that lists them (`tools_config_file`, a YAML file of verl's form); and the
+calculator, exact for whole numbers and bounded, so that no expression hangs a rollout.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,23 @@ import operator
 import re
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
+
+from mt_grpo.errors import refuse_first, users_code
+from mt_grpo.imports import did_you_mean, import_object
+from mt_grpo.options.values import read_yaml
 from mt_grpo.tools.function import Tool, ToolDefinitionError
 from mt_grpo.tools.loading import (
     BaseTool,
     OpenAIFunctionToolSchema,
+    StatefulTool,
     ToolResponse,
     ToolSession,
     in_processes,
     load_tools,
-    load_tools_file,
     tool,
 )
 
@@ -35,6 +44,133 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module("mt_grpo.tools.mcp").MCPBaseTool
 
+
+# The file of tools
+
+Made = TypeVar("Made", bound=BaseTool)
+
+
+def load_tools_file(path: str) -> list[Tool]:
+    """
+    Makes the tools of a file, and starts the MCP servers it names.
+
+        tools:
+          - class_name: "my_tools.Counter"      # a subclass of `BaseTool`
+            config: {type: native}              # the class gets all of it
+            tool_schema: {type: function, function: {name: ..., description: ..., parameters: ...}}
+          - class_name: ""                      # or a subclass of `MCPBaseTool`
+            config: {type: mcp, timeout: 30, rate_limit: 10}
+            mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+
+    Paths in it are relative to the current folder.
+    """
+    what = f"The file of tools {path!r}"
+    if not Path(path).is_file():
+        raise ToolDefinitionError(f"{what} (`tools_config_file`) does not exist.")
+    content = read_yaml(Path(path), what, ToolDefinitionError)
+    entries = content.get("tools") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ToolDefinitionError(f"{what} lists no tools: write a list under `tools:`.")
+    return [tool for number, entry in enumerate(entries, 1) for tool in _tools(entry, f"Tool {number} in {path}")]
+
+
+def _tools(entry: dict[str, Any], where: str) -> list[Tool]:
+    _check_keys(entry, ("class_name", "config", "tool_schema", "mcp"), where)
+    config, mcp = entry.get("config"), entry.get("mcp")
+    kind = config.get("type") if isinstance(config, dict) else None
+    path = mcp.get("mcp_servers_config_path") if isinstance(mcp, dict) else None
+    refuse_first(
+        (
+            kind not in ("native", "mcp"),
+            f"{where} does not say what it is: write `config: {{type: native}}` or `type: mcp`.",
+        ),
+        (
+            kind == "native" and "mcp" in entry,
+            f"{where} has `mcp` beside `type: native`: write `type: mcp`, or leave it out.",
+        ),
+        (
+            kind == "mcp" and not isinstance(path, str),
+            f"{where} names no file of MCP servers: write `mcp: {{mcp_servers_config_path: servers.json}}`.",
+        ),
+        error=ToolDefinitionError,
+    )
+    return _mcp(entry, mcp, config, where) if kind == "mcp" else [_native(entry, config, where)]  # type: ignore[arg-type]
+
+
+def _native(entry: dict[str, Any], config: dict[str, Any], where: str) -> Tool:
+    tool_class = _tool_class(entry.get("class_name"), BaseTool, where)
+    schema = entry.get("tool_schema")
+    try:
+        schema = None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ToolDefinitionError(
+            f"{where} has a wrong `tool_schema` at {'.'.join(map(str, first['loc']))!r}: {first['msg']}."
+        ) from error
+    return StatefulTool.of(_made(tool_class, config, schema, where))
+
+
+def _mcp(entry: dict[str, Any], mcp: dict[str, Any], config: dict[str, Any], where: str) -> list[Tool]:
+    _check_keys(mcp, ("mcp_servers_config_path", "tool_selected_list"), f"{where}, `mcp`,")
+    selected = mcp.get("tool_selected_list") or []
+    refuse_first(
+        *(
+            (
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0,
+                f"{where} has the `{name}` {value!r}: give {unit}, above 0, or leave it out.",
+            )
+            for name, unit in (("timeout", "seconds for a call"), ("rate_limit", "calls a second"))
+            if (value := config.get(name)) is not None
+        ),
+        (
+            not isinstance(selected, list) or not all(isinstance(name, str) for name in selected),
+            f"{where} has a `tool_selected_list` that is no list of names: {selected!r}.",
+        ),
+        error=ToolDefinitionError,
+    )
+    from mt_grpo.tools.mcp import MCPBaseTool, mcp_tools, remote_tools  # loaded for runs that have such servers
+
+    arguments = (mcp["mcp_servers_config_path"], selected, config.get("timeout"), config.get("rate_limit"))
+    if not entry.get("class_name"):
+        return mcp_tools(*arguments)
+    tool_class = _tool_class(entry["class_name"], MCPBaseTool, where)
+    tools: list[Tool] = []
+    for remote in remote_tools(*arguments):
+        base = _made(tool_class, config, OpenAIFunctionToolSchema.model_validate(remote.schema), where)
+        base.remote = remote
+        tools.append(StatefulTool.of(base))
+    return tools
+
+
+def _tool_class(name: object, kind: type[Made], where: str) -> type[Made]:
+    fault = "no class: write `class_name: my_tools.Counter`"
+    if isinstance(name, str) and name:
+        tool_class = import_object(name, what="tool class")
+        if isinstance(tool_class, type) and issubclass(tool_class, kind):
+            return tool_class
+        base = kind.__name__
+        fault = (
+            f"{name}, which is no subclass of `{base}`: subclass it, imported by `from mt_grpo.tools import {base}`"
+        )
+    raise ToolDefinitionError(f"{where} names {fault}.")
+
+
+def _made(tool_class: type[Made], config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, where: str) -> Made:
+    what = f"{where}: the class {tool_class.__name__!r} does not start from `config` and `tool_schema`"
+    with users_code(what, ToolDefinitionError):
+        return tool_class(config=config, tool_schema=schema)
+
+
+def _check_keys(value: object, known: tuple[str, ...], where: str) -> None:
+    unknown = [key for key in value if key not in known] if isinstance(value, dict) else []
+    if unknown or not isinstance(value, dict):
+        fault = "is no mapping of keys to values"
+        if unknown:
+            fault = f"has the unknown key {unknown[0]!r}{did_you_mean(unknown[0], known)}"
+        raise ToolDefinitionError(f"{where} {fault}.")
+
+
+# Arithmetic
 
 _MAX_CHARACTERS = 500
 _MAX_BITS = 4096  # size of the largest whole number: some 1,200 digits, below Python's limit for writing one as text
