@@ -96,7 +96,7 @@ def left(folder: Path) -> bool:
 # A command
 
 _RESEND_SECONDS = 0.05  # seconds after which a signal that was lost comes once more
-_ENDINGS = {
+_ENDINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
     signal.SIGTERM: "ended by SIGTERM",
     signal.SIGHUP: "ended by SIGHUP",
