@@ -84,12 +84,15 @@ bench-environments: .venv-interop/openenv/.installed
 interop-agents: .venv-interop/agents/.installed server-cpu
 	.venv-interop/agents/bin/python -m pytest tests/interop/test_agent_frameworks.py
 
-# Tasks of Harbor in real containers, inside a Debian that has podman and Python 3.13.
+# Tasks of Harbor in real containers, inside a Debian that has podman, Docker and Python 3.13; with `ENGINE=docker` those
+# of Docker.
+ENGINE ?= podman
 interop-harbor:
 	scripts/containers.sh .venv-interop/containers -e "/host$(CURDIR)[harbor]" pytest pytest-timeout hypothesis
-	.venv-interop/containers/engine & engine=$$!; .venv-interop/containers/in bash -c \
-		"cd /host$(CURDIR) && python -m pytest -p no:cacheprovider tests/interop/test_harbor.py"; \
-		status=$$?; kill $$engine; exit $$status
+	.venv-interop/containers/engine $(ENGINE) & engine=$$!; .venv-interop/containers/in bash -c \
+		"until $(ENGINE) image inspect localhost/agents:1 > /dev/null 2>&1; do sleep 1; done; cd /host$(CURDIR) && \
+		MT_GRPO_ENGINE=$(ENGINE) python -m pytest -p no:cacheprovider tests/interop/test_harbor.py"; \
+		status=$$?; kill $$engine $$(cat .venv-interop/containers/root/run/docker.pid 2> /dev/null); exit $$status
 
 # DeepSpeed on two processes without a GPU, once with a real server.
 interop-deepspeed: .venv-interop/deepspeed/.installed server-cpu

@@ -3,6 +3,7 @@
 # neither: scripts/containers.sh FOLDER WHEEL... Needs root and a Debian, and takes about fifteen minutes and 7 GB.
 #     FOLDER/in COMMAND...    runs a command inside; the machine's files are under /host
 #     FOLDER/engine           podman's service, which Harbor's compose talks to
+#     FOLDER/engine docker    Docker's daemon, with podman's images
 set -euo pipefail
 folder=$(realpath -m "$1") root=$folder/root
 shift
@@ -23,6 +24,10 @@ if [ ! -x "$folder/in" ]; then
         'runtime = "runc"' 'cgroup_manager = "cgroupfs"' 'events_logger = "file"' > "$root/etc/containers/containers.conf"
     printf '%s\n' '[storage]' 'driver = "overlay"' 'runroot = "/run/containers/storage"' 'graphroot = "/store"' \
         > "$root/etc/containers/storage.conf"
+    mkdir -p "$root/etc/docker"
+    printf '%s\n' '{"data-root": "/docker", "exec-opts": ["native.cgroupdriver=cgroupfs"], "default-ulimits": {' \
+        '"nofile": {"Name": "nofile", "Hard": 1024, "Soft": 1024}, "nproc": {"Name": "nproc", "Hard": 4096, "Soft": 4096}}}' \
+        > "$root/etc/docker/daemon.json"
     wheels=""
     if [ -d /opt/wheels ]; then mkdir -p "$root/opt/wheels"; wheels="--bind /opt/wheels /opt/wheels"; fi
     cat > "$folder/in" <<IN
@@ -33,12 +38,19 @@ exec bwrap --bind $root / --dev-bind /dev /dev --bind /proc /proc --bind /sys /s
     --setenv PIP_CERT /etc/ssl/certs/ca-certificates.crt --setenv SSL_CERT_FILE /etc/ssl/certs/ca-certificates.crt \\
     --setenv PODMAN_IGNORE_CGROUPSV1_WARNING 1 --setenv LITELLM_LOCAL_MODEL_COST_MAP True "\$@"
 IN
-    printf '#!/usr/bin/env bash\nexec %s/in podman system service --time=0 unix:///run/podman/podman.sock\n' "$folder" \
-        > "$folder/engine"
+    cat > "$folder/engine" <<ENGINE
+#!/usr/bin/env bash
+[ "\${1:-podman}" = docker ] || exec $folder/in podman system service --time=0 unix:///run/podman/podman.sock
+exec $folder/in bash -c 'dockerd > /var/log/dockerd.log 2>&1 & until docker info; do sleep 1; done > /dev/null 2>&1
+    for image in localhost/base:1 localhost/agents:1; do
+        docker image inspect \$image > /dev/null 2>&1 || podman save \$image | docker load
+    done
+    wait'
+ENGINE
     chmod +x "$folder/in" "$folder/engine"
     "$folder/in" apt-get update -qq
     "$folder/in" apt-get install -y -qq --no-install-recommends \
-        podman runc uidmap netavark aardvark-dns nftables docker-compose docker-cli git bubblewrap
+        podman runc uidmap netavark aardvark-dns nftables iptables docker-compose docker-cli docker.io git bubblewrap
     "$folder/in" python3 -m venv /venv
     "$folder/in" podman import "/host$folder/base.tar" localhost/base:1
     # an image with agents, so that no conversation installs one

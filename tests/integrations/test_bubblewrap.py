@@ -207,7 +207,7 @@ def test_sandboxes_that_cannot_be_copied_are_refused(make_task):
     folder = make_task()
     source = HarborTasks(HarborEnv("bubblewrap"), str(folder))
     source.env.sandbox = "e2b"
-    with pytest.raises(ConfigError, match="`sandbox: e2b` copies no containers: use `podman` or `bubblewrap`"):
+    with pytest.raises(ConfigError, match="`sandbox: e2b` copies no containers: use docker, podman or bubblewrap"):
         check_source(source, branches=True)
     (folder / "environment" / "docker-compose.yaml").touch()
     with pytest.raises(ConfigError, match="the task hello composes services, which are not copied: leave it out, or"):

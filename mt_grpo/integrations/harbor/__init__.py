@@ -351,9 +351,9 @@ class HarborEnv(MultiTurnToolEnv):
 
     @property
     def unforkable(self) -> str | None:
-        if self.sandbox in (BUBBLEWRAP, "podman"):
+        if self.sandbox in (BUBBLEWRAP, *ENGINES):
             return None
-        return f"`sandbox: {self.sandbox}` copies no containers: use `podman` or `bubblewrap`"
+        return f"`sandbox: {self.sandbox}` copies no containers: use docker, podman or bubblewrap"
 
     async def fork(self) -> HarborEnv:
         twin = copy.copy(self)
@@ -433,7 +433,7 @@ class HarborTasks(_Tasks, Prototype):
                 return f"the task {task.name} composes services, which are not copied: leave it out"
         if fault := super().unforkable:
             return fault
-        if self.sandbox == "podman":
+        if self.sandbox in ENGINES:
             images = [image for image in map(image_of_task, map(str, tasks)) if image is not None]
             get_images(self.sandbox, images)
             for image in images:

@@ -141,18 +141,18 @@ def _failure(engine: str, *arguments: str, seconds: float = ENGINE_SECONDS) -> s
 
 
 def _listed(engine: str, kind: str, label: str) -> list[_Found]:
-    """What has a label: podman lists an array, docker an object on each line with labels in one text."""
+    """What has a label, by what the engine says of each: docker lists images without their labels."""
     every = ("--all",) if kind == "container" else ()
-    listed = _ask(engine, kind, "ls", *every, "--filter", f"label={label}", "--format", "json")
+    listed = _ask(engine, kind, "ls", *every, "--filter", f"label={label}", "--quiet")
     if listed.returncode:
         raise ConfigError(f"{engine} does not list what it has: {listed.stderr.strip()[-300:]}")
-    text, found = listed.stdout.strip(), []
-    for each in json.loads(text) or [] if text.startswith(("[", "null")) else map(json.loads, text.splitlines()):
+    found, names = [], listed.stdout.split()
+    for each in json.loads(_ask(engine, kind, "inspect", *names).stdout or "[]") if names else ():
         told = {key.lower(): value for key, value in each.items()}
-        name, labels = told.get("names") or told.get("name") or told["id"], told.get("labels") or {}
-        if isinstance(labels, str):
-            labels = dict(one.split("=", 1) for one in labels.split(",") if "=" in one)
-        found.append(_Found(kind, name[0] if isinstance(name, list) else name, labels))
+        labels = told.get("labels") or (told.get("config") or {}).get("Labels") or {}
+        found.append(
+            _Found(kind, [*(told.get("repotags") or ()), told.get("name"), told.get("id")][0].lstrip("/"), labels)
+        )
     return found
 
 
