@@ -107,7 +107,17 @@ class TagProtocol(CallProtocol):
     _tool = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
     _answer = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
+    spoken = False
+    """Whether a turn without a call is said to somebody, with or without `<answer>` tags."""
+
     def instructions(self, tools: list[Tool]) -> str | None:
+        if self.spoken:
+            lines = [
+                "You talk with a user, and you can call tools. A message is either words to the user or a call: "
+                '<tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. The result of a call comes back '
+                "inside <result> tags, which the user does not see.",
+            ]
+            return _with_tools(lines, tools)
         lines = [
             "Solve the task step by step. In every message, first think inside <reasoning> tags, then do one of two "
             "things.",
@@ -118,9 +128,7 @@ class TagProtocol(CallProtocol):
                 "comes back inside <result> tags.",
             ]
         lines += ["Give the final answer, as short as it can be: <answer>your answer</answer>."]
-        if tools:
-            lines += ["", "Tools:"] + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools]
-        return "\n".join(lines)
+        return _with_tools(lines, tools) if tools else "\n".join(lines)
 
     def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
         parsed = ParsedTurn({"role": "assistant", "content": text})
@@ -137,7 +145,7 @@ class TagProtocol(CallProtocol):
             parsed.answer = answers[-1].strip()
         elif "<tool>" in text:
             parsed.error = f"the tool call is not closed with </tool>. {_TAG_CALL}"
-        else:
+        elif not self.spoken:
             parsed.error = "the message has neither a tool call in <tool> tags nor an answer in <answer> tags."
         return parsed
 
@@ -161,6 +169,11 @@ class LearntTagProtocol(TagProtocol):
 
     def instructions(self, tools: list[Tool]) -> str | None:
         return None
+
+
+def _with_tools(lines: list[str], tools: list[Tool]) -> str:
+    schemas = [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools]
+    return "\n".join([*lines, "", "Tools:", *schemas])
 
 
 def _text_part(text: str) -> Part:
@@ -261,31 +274,6 @@ class PlainTextProtocol(CallProtocol):
 
     def replies(self, turn: Turn) -> list[Message]:
         return []
-
-
-class SpokenTagProtocol(TagProtocol):
-    """Calls between tags, as in `TagProtocol`. A turn without a call is said, with or without `<answer>` tags."""
-
-    def __init__(self, learnt: bool = False) -> None:
-        self.learnt = learnt
-
-    def instructions(self, tools: list[Tool]) -> str | None:
-        if self.learnt:
-            return None
-        lines = [
-            "You talk with a user, and you can call tools. A message is either words to the user or a call: "
-            '<tool>{"name": "tool_name", "args": {"argument": "value"}}</tool>. The result of a call comes back '
-            "inside <result> tags, which the user does not see.",
-            "",
-            "Tools:",
-        ]
-        return "\n".join(lines + [json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools])
-
-    def parse(self, text: str, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> ParsedTurn:
-        parsed = super().parse(text, tokenizer, context)
-        if "<tool>" not in text:
-            parsed.error = None
-        return parsed
 
 
 @call_protocol("plain")

@@ -30,7 +30,6 @@ from mt_grpo.envs.protocols import (
     CallProtocol,
     LearntTagProtocol,
     PlainTextProtocol,
-    SpokenTagProtocol,
     TagProtocol,
     instruct,
 )
@@ -218,7 +217,7 @@ class DialogueEnv(MultiTurnToolEnv):
         if not self.tools:
             self.protocol = PlainTextProtocol()
         elif type(self.protocol) in (TagProtocol, LearntTagProtocol):
-            self.protocol = SpokenTagProtocol(learnt=type(self.protocol) is LearntTagProtocol)
+            self.protocol.spoken = True
 
     @abstractmethod
     async def respond(self, turn: Turn) -> Step:

@@ -259,11 +259,6 @@ def load_interactions(path: str) -> dict[str, BaseInteraction]:
 
 
 _KEYS = ("name", "class_name", "config")  # keys of an entry of an interaction file
-_BUILT_IN: dict[str, type[BaseInteraction]] = {
-    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,
-    "verl.interactions.weather_interaction.WeatherInteraction": WeatherInteraction,
-}
-"""Our classes for verl's, by the names in interaction files."""
 
 
 def _load(entry: object, path: str) -> tuple[str, BaseInteraction]:
@@ -276,7 +271,7 @@ def _load(entry: object, path: str) -> tuple[str, BaseInteraction]:
         raise ConfigError(f"An entry of `interaction` in {path} has {fault}.")
     class_name, config = entry["class_name"], entry.get("config") or {}
     what, fault = f"The interaction {class_name!r} of {path}", ""
-    found = _BUILT_IN.get(class_name) or import_object(class_name, what="interaction")
+    found = import_object(class_name, what="interaction")
     if not (isinstance(found, type) and issubclass(found, BaseInteraction)):
         fault = "is no subclass of `BaseInteraction`: import that from `mt_grpo.integrations.verl`, and subclass it"
     elif inspect.isabstract(found):

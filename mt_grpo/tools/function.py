@@ -142,22 +142,14 @@ class Tool:
         try:
             schema = get_json_schema(described)["function"]
         except (TypeHintParsingException, NameError, DocstringParsingException, json.JSONDecodeError) as error:
-            said = " ".join(str(error).split())
-            fault = (
-                f"The tool {name!r} has a type hint that has no JSON form ({said}): write one of JSON's types, as in "
-                "`query: str`."
-            )
+            fault, mend = "has a type hint that has no JSON form", "one of JSON's types, as in `query: str`"
             if isinstance(error, DocstringParsingException):
-                fault = (
-                    f"The docstring of the tool {name!r} cannot be read ({said}): write Google's style, an `Args:` "
-                    "section with a line `name: text` for each argument."
-                )
+                fault = "has a docstring that cannot be read"
+                mend = "Google's style, an `Args:` section with a line `name: text` for each argument"
             elif isinstance(error, json.JSONDecodeError):
-                fault = (
-                    f"The tool {name!r} lists `(choices: ...)` that are not JSON ({said}): write them as in "
-                    '`(choices: ["tea", "coffee"])`.'
-                )
-            raise ToolDefinitionError(fault) from error
+                fault, mend = "lists `(choices: ...)` that are not JSON", 'them as in `(choices: ["tea", "coffee"])`'
+            said = " ".join(str(error).split())
+            raise ToolDefinitionError(f"The tool {name!r} {fault} ({said}): write {mend}.") from error
         return cls(name, schema["description"], schema["parameters"], function, **vars(ToolOptions.of(fn)))
 
     @property

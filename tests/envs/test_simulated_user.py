@@ -245,7 +245,7 @@ def test_what_is_no_mapping_or_beside_another_is_refused(tmp_path, options, mess
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(UserError, match=r'needs a library: run `pip install "mt-grpo\[openai\]"`'):
+    with pytest.raises(UserError, match=r'needs `openai`, which is not installed: `pip install "mt-grpo\[openai\]"`'):
         SimulatedUser(**GIVEN)
 
 
