@@ -27,8 +27,7 @@ from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.envs.source import EnvSource, environment
 from mt_grpo.errors import ConfigError, defined_at, describe_error
 from mt_grpo.imports import import_object
-from mt_grpo.integrations.openai_api.conversation import Conversation
-from mt_grpo.integrations.openai_api.server import Endpoint
+from mt_grpo.integrations.openai_api.conversation import Conversation, Endpoint
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import parse_agent
 from mt_grpo.rollout.policy import ConversationPolicy

@@ -156,7 +156,7 @@ class OpenEnvScheduler(GymScheduler):
 
     async def _step_env(self, env: Any, infer_request: RolloutInferRequest, said: str) -> tuple[Any, float, bool, Any]:
         observation, *rest = await call(env.step, self.parse_action(said), what="step of the OpenEnv server")
-        return "" if rest[1] else self.format_observation(observation), *rest  # type: ignore[return-value]
+        return "" if rest[1] else self.format_observation(observation), *rest
 
     def parse_action(self, text: str) -> object:
         """The action: the response's JSON object, which may be in a code block, or else `{"message": text}`."""
