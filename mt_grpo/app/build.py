@@ -34,8 +34,7 @@ from transformers import (
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mt_grpo.app.request import Request
-from mt_grpo.data import between_rates, check_apart, load_rows
-from mt_grpo.data.images import naming_rows
+from mt_grpo.data import between_rates, check_apart, load_rows, naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of

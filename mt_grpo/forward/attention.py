@@ -73,11 +73,7 @@ class _Piece(NamedTuple):
 
 
 class TreeLayout:
-    """
-    Which token sees which in a packed row of `N` tokens.
-
-    Masks are made on the device of the queries, which may differ between layers, and are kept.
-    """
+    """Which token sees which in a packed row of `N` tokens. Masks are made on the device of the queries, and kept."""
 
     def __init__(self, packed: Packed, attention: str = "auto", sequence: SequenceGroup | None = None) -> None:
         self.subtree_end, self.depth = packed.subtree_end, packed.position_ids
@@ -254,9 +250,8 @@ KERNELS: Registry[Kernel] = Registry("attention kernel", "mt_grpo.forward")
 """The names that `tree_attention` knows, besides `auto`."""
 
 
-def attention_kernel(name: str) -> Callable[[Kernel], Kernel]:
-    """Registers an attention kernel under a name."""
-    return KERNELS.register(name)
+attention_kernel = KERNELS.register
+"""Registers an attention kernel under a name."""
 
 
 @attention_kernel("segment")

@@ -283,9 +283,8 @@ def has_own_attention(model: nn.Module) -> bool:
 
 def extend_attention(model: PreTrainedModel) -> None:
     """
-    Has a model attend over trees where it is given a packed row. Layers that compute attention themselves get another
-    forward; the others go through an attention that stands before PyTorch's or the model's own, in FlashAttention's
-    place too.
+    Has a model attend over trees where it is given a packed row: by another forward of layers that compute attention
+    themselves, else by an attention that stands before PyTorch's or the model's own.
     """
     # a reference model is made with the policy's configuration, which may have our name already
     name = model._attention_without_trees = model.config._attn_implementation.removeprefix(_PREFIX)

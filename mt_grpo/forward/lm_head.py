@@ -72,8 +72,7 @@ class Truncation:
 
     def apply(self, logits: Tensor, labels: Tensor) -> Tensor:
         """
-        Logits whose softmax is the distribution that `labels`, `(M,)`, were drawn from. `logits` are `(M, vocab)`
-        after temperature. Labels are always kept.
+        Logits `(M, vocab)`, whose softmax is the distribution that `labels`, `(M,)`, were drawn from; labels are kept.
         """
         whole = logits.detach()
         excluded = _excludes(whole, self.floor(whole), labels)
@@ -268,8 +267,7 @@ def _chunked_top(
     transform: _Transform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    As `chunked_logps`, with the log-probs of the label and of the `top` likeliest tokens, `(M, 1 + top)`, and in place
-    of entropies the ids of those tokens, `(M, top)`. There is no gradient.
+    As `chunked_logps`, of the label and the `top` likeliest tokens, `(M, 1 + top)`, with the ids of those, `(M, top)`.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -309,8 +307,7 @@ _Scorer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 class Sampling(NamedTuple):
     """
-    The distribution that labels were drawn from, but for those that are `plain`, `(M,)` bool, and how many of the
-    likeliest tokens are wanted beside.
+    The distribution of labels, but for `plain` ones, `(M,)` bool, and how many likeliest tokens are wanted beside.
     """
 
     temperature: float

@@ -148,8 +148,7 @@ def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor
 
 class RowMedia:
     """
-    Encodes the media of a packed row, each once, however many branches have it, before anything runs over the tree,
-    since the towers for images and sounds have no trees.
+    Encodes the media of a packed row before anything runs over the tree, each once, however many branches have it.
     """
 
     def __init__(self, backbone: PreTrainedModel, packed: Packed, images: Media, device: torch.device) -> None:
@@ -184,7 +183,6 @@ class RowMedia:
     def positions(self) -> Tensor | None:
         """
         The positions of the row's tokens, `(3, 1, N)`, where the model gives image tokens a place in three dimensions.
-        What follows an image is at another position than its depth. Each root-to-leaf path is asked for.
         """
         ask = getattr(self._backbone, "get_rope_index", None)
         if ask is None:
@@ -239,11 +237,8 @@ class RowMedia:
             row = kwargs["inputs_embeds"]
             return args, {**kwargs, "inputs_embeds": row.index_copy(1, places, embeddings[None].to(row))}
 
-        hook = self._backbone.get_decoder().register_forward_pre_hook(put, with_kwargs=True)
-        try:
+        with self._backbone.get_decoder().register_forward_pre_hook(put, with_kwargs=True):
             yield
-        finally:
-            hook.remove()
 
 
 def _in_places(found: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Tensor | list[Tensor]:

@@ -27,15 +27,7 @@ from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import TreeLayout
 from mt_grpo.forward.interface import extend_attention, has_own_attention, packed_row
 from mt_grpo.forward.lm_head import Sampling, Truncation, at_labels, backbone_name, output_layer, score_states
-from mt_grpo.forward.media import (
-    Media,
-    RowMedia,
-    base_model,
-    media_tokens,
-    real_ids,
-    row_inputs,
-    with_blank,
-)
+from mt_grpo.forward.media import Media, RowMedia, base_model, media_tokens, real_ids, row_inputs, with_blank
 from mt_grpo.forward.packing import FlatTree, Packed, SequenceGroup, cannot_pack, flatten, pack
 from mt_grpo.forward.recurrence import extend_recurrence, over_tree, recurrent_layers
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
@@ -278,9 +270,8 @@ def _label_scores(model: PreTrainedModel, tree: _TreeInput, outputs: ModelOutput
 
 def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
     """
-    One forward with a row for each root-to-leaf sequence, padded on the right: what follows a token changes nothing
-    for a model that reads from left to right. Each token is scored in the first row that has it. Logits are computed
-    where a row has a trained token, if the model can choose.
+    One forward with a row for each root-to-leaf sequence, padded on the right. Each token is scored in the first row
+    that has it, with logits only where a row has a trained token, if the model can choose.
     """
     trees = plan.all_trees
     paths = [(number, path) for number, tree in enumerate(trees) for path in tree.paths()]

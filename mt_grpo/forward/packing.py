@@ -136,9 +136,8 @@ class Packed:
 
 def pack(trees: Sequence[FlatTree | TokenTree]) -> Packed:
     """
-    Lays trees out in one row, depth first, with each shared prefix once: of the sorted root-to-leaf sequences each
-    adds what follows its longest common prefix with the one before it. Python loops over sequences, and numpy handles
-    all their tokens at once.
+    Lays trees out in one row, depth first: of the sorted root-to-leaf sequences each adds what follows its longest
+    common prefix with the one before it. Python loops over sequences, and numpy handles their tokens.
     """
     sequences = _sequences(trees)
     order, shared = _sort_by_prefix([sequence.tokens for sequence in sequences])
@@ -254,10 +253,7 @@ def unique_tokens(trees: Sequence[FlatTree | TokenTree]) -> int:
 
 
 def split(trees: Sequence[FlatTree], budget: int) -> list[list[int]]:
-    """
-    Distributes trees over rows of at most `budget` unique tokens. A larger tree has a row of its own. Trees that begin
-    alike are next to each other, so that few rows repeat a shared prefix.
-    """
+    """Distributes trees over rows of at most `budget` unique tokens, those that begin alike next to each other."""
     rows: list[list[int]] = []
     size = 0
     for index in sorted(range(len(trees)), key=lambda index: trees[index].tokens.tolist()):

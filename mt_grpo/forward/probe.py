@@ -86,9 +86,8 @@ class Proof:
 
 def prove(model: nn.Module, length: int, plan: ForwardPlan = DEFAULT_PLAN, mixed_precision: str = "no") -> None:
     """
-    Proves a model for rows of up to `length` tokens, unless this was done before: over packed trees, or in rows that
-    are padded on the right, as `plan.forward` says. Every rank calls it at the same point, since a sharded forward is
-    collective. All ranks get the same result. It draws no random numbers and leaves no gradients.
+    Proves a model for rows of up to `length` tokens in the way of `plan.forward`, unless this was done before. Every
+    rank calls it at the same point, since a sharded forward is collective, and gets the same result.
     """
     base = base_model(model)
     name, padded = type(base).__name__, plan.forward == "padded"
@@ -219,8 +218,7 @@ def measure(
 ) -> Proof:
     """
     Scores the trees of a plan, by default the probe's, as it says and turn by turn, which uses the attention that the
-    model had before `enable_trees`. In float32 this costs a forward over `depth` tokens, and turns of 2.5 times as
-    many. Coarser precisions cost two more forwards of 4 rows.
+    model had before `enable_trees`.
     """
     base = base_model(model)
     vocabulary = base.config.get_text_config().vocab_size
@@ -295,11 +293,8 @@ def shaken(base: PreTrainedModel, step: float) -> Iterator[None]:
         shaken = torch.randint(_SHAKEN, output.shape, generator=torch.Generator().manual_seed(0)) == 0
         return torch.where(shaken.to(output.device), output * (1 + step), output)
 
-    hook = base.get_input_embeddings().register_forward_hook(shake)
-    try:
+    with base.get_input_embeddings().register_forward_hook(shake):
         yield
-    finally:
-        hook.remove()
 
 
 def _worst_rank(found: Tensor) -> Tensor:

@@ -357,9 +357,8 @@ def extend_recurrence(model: nn.Module, number: int) -> None:
 @contextmanager
 def over_tree(model: nn.Module, layout: TreeLayout) -> Iterator[None]:
     """
-    Some blocks pass no keyword arguments to their recurrent layers, and none to their routers. These find the layout
-    in `CURRENT`, also when gradient checkpointing runs their block again in a backward. A model without a state to
-    carry and without routes to replay is left as it is.
+    A context in which layers find the layout in `CURRENT`, also when a checkpoint runs their block again: some blocks
+    pass no keyword arguments to their recurrent layers, and none to their routers.
     """
     modules: list[Any] = list(model.modules())
     if layout.choose is None and not any("_forward_along_sequence" in vars(module) for module in modules):

@@ -59,11 +59,7 @@ class _ThoughtFrame(NamedTuple):
 
 
 class ChatTemplate:
-    """
-    Renders messages through a tokenizer's chat template, in the form that probes show it to expect: contents as text
-    or parts, missing contents, arguments as JSON objects or text, calls of a turn, ends of turns, and what it writes
-    before an assistant's words and around thinking.
-    """
+    """Renders messages through a tokenizer's chat template, in the form that probes show it to expect."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], calls: bool) -> None:
         if tokenizer.chat_template is None:
@@ -290,9 +286,8 @@ class ChatTemplate:
 
     def _find_frame(self) -> None:
         """
-        What a model writes itself of what the template writes around an assistant's words: before them, and around
-        thinking. It is taken off a sampled text where the template would else write it twice, or refuse it: where it
-        is special tokens or white space, or where the header has opened the thinking.
+        What a model writes itself of what the template writes before an assistant's words, and around thinking. It is
+        taken off a sampled text where the template would else write it twice, or refuse it.
         """
         asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ASSISTANT}
         begun, unbegun = self._render([asked]), self._render([asked], header=False)
@@ -428,23 +423,20 @@ def _one_call_each(message: Message, results: list[Message]) -> list[Message]:
 
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        return call
-    function = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
-    return {**call, "function": function} if "function" in call else function
+    arguments = call.get("function", call).get("arguments")
+    return call if isinstance(arguments, str) else _given(call, json.dumps(arguments or {}, ensure_ascii=False))
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(call.get("function", call)["arguments"])
     except (KeyError, TypeError, ValueError, RecursionError):  # none, an object already, or no JSON
         return call
-    if not isinstance(arguments, dict):
-        return call
-    function = {**function, "arguments": arguments}
+    return _given(call, arguments) if isinstance(arguments, dict) else call
+
+
+def _given(call: dict[str, Any], arguments: object) -> dict[str, Any]:
+    function = {**call.get("function", call), "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
 

@@ -9,6 +9,7 @@ import re
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,9 @@ def template_constants(template: str) -> tuple[tuple[str, str], ...]:
 
 class SpecialTokens:
     """
-    Escapes contents, so that text that spells a special token is encoded as text: `ESCAPE` is put after the first
-    character of each special token in contents before the template sees them, and removed when the rendered text is
-    encoded, piece by piece between special tokens. Special are all added tokens by which a template or a model
-    structures text, such as `<think>`, and not those that the vocabulary holds as text.
+    Escapes contents: `ESCAPE` is put after the first character of each special token in contents before the template
+    sees them, and removed when the rendered text is encoded. Special are all added tokens by which a template or a
+    model structures text, such as `<think>`, and not those that the vocabulary holds as text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, kept: Iterable[str] = ()) -> None:
@@ -325,20 +325,19 @@ def audio_feature_extractor(processor: Any) -> Any:
     return inside.get("feature_extractor", inside.get("audio_processor"))
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class EncodedMedium:
     """An image, a video or a sound as a model sees it."""
 
-    __slots__ = ("__weakref__", "id", "inputs", "tokens")
-
-    def __init__(self, id: int, tokens: list[int], inputs: MediumInputs) -> None:
-        self.id, self.tokens, self.inputs = id, tokens, inputs
+    id: int
+    tokens: list[int]
+    inputs: MediumInputs
 
 
 class MediaEncoder:
     """
-    Encodes the images, videos and sounds of conversations. Each is encoded once, for as long as a conversation has it.
-
-    In escaped text it is the text that the chat template writes for it, followed by its id between two marks.
+    Encodes the images, videos and sounds of conversations, each once. In escaped text it is what the chat template
+    writes for it, followed by its id between two marks.
     """
 
     def __init__(self, processor: Any, tokens: Mapping[int, int] | None = None) -> None:

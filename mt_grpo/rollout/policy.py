@@ -207,7 +207,7 @@ class ConversationPolicy:
         self._renderers: list[ChatRenderer] = []  # of each turn
         self._past: tuple[int | None, list[Message]] = None, []  # `follows` and `given` of the next turn
         self.renderer: ChatRenderer
-        self.ended: StopReason | None = None
+        self.ended: StopReason | None = None  # no further turn is taken
         self.session = trajectory.session
         self.exhausted: StopReason | None = None
         self.tokenizer, self.context_length = sampler.engine.tokenizer, sampler.engine.context_length
@@ -227,10 +227,6 @@ class ConversationPolicy:
         twin._history = None if self._history is None else self._history.fork()
         twin._context, twin._renderers = list(self._context), list(self._renderers)
         return twin
-
-    def end(self, stop_reason: StopReason) -> None:
-        """Takes no further turn."""
-        self.ended = stop_reason
 
     async def reply(
         self,

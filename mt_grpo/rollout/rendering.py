@@ -241,11 +241,9 @@ def _called(replies: list[Message], calls: Sequence[dict[str, Any]]) -> tuple[st
 
 class _SuffixCache:
     """
-    Renders the environment's replies of a turn, most of them without running the template, which may tell contents
-    apart by its string constants, outer white space, emptiness or length. Replies of one kind agree in role, name,
-    magnitude of length, the constants that they contain, begin and end with, and the functions that they answer. The
-    first of a kind are rendered, and a longer probe of all that they contain or templates escape: if it comes out
-    unchanged in the same surroundings, these are the kind's pattern. Other replies are rendered each time.
+    Renders the environment's replies of a turn, most of them without running the template: the first of a kind are
+    rendered, and a longer probe of all that they contain or templates escape. If that comes out unchanged in the same
+    surroundings, these are the kind's pattern.
     """
 
     def __init__(self, template: str, render: Callable[[list[Message], Sequence[str]], str]) -> None:

@@ -182,14 +182,11 @@ class RolloutRunner:
 
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
-        return token_row(trajectory, self.renderer, self._env_mask(trajectory))
-
-    def _env_mask(self, trajectory: Trajectory) -> int:
         try:
             prototypes = source_of(self.env).of_row(trajectory.row).prototypes()
         except ValueError:  # the row names none of several: its conversation has failed
-            return 0
-        return prototypes[0].env_mask if prototypes else 0
+            prototypes = []
+        return token_row(trajectory, self.renderer, prototypes[0].env_mask if prototypes else 0)
 
 
 class _Batch:
@@ -253,7 +250,7 @@ class _Batch:
                 await self._wait(running, policy, trajectory, start)
             finally:
                 if not running.done():
-                    policy.end(policy.ended or StopReason.TIMEOUT)
+                    policy.ended = policy.ended or StopReason.TIMEOUT
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
                     abandon(running)
@@ -262,7 +259,7 @@ class _Batch:
             # 3. Why it ended; a bug of the engine ends the run, whatever the environment made of it
             self._end(trajectory, running, policy)
             assert trajectory.stop_reason is not None  # `_end` has set it
-            policy.end(trajectory.stop_reason)  # tasks that the environment left behind may still ask for turns
+            policy.ended = trajectory.stop_reason  # tasks that the environment left behind may still ask for turns
             if policy.failure is not None:
                 raise policy.failure
             trajectory.seconds = time.perf_counter() - start
@@ -299,7 +296,8 @@ class _Batch:
             if idle is not None and not isinstance(trajectory.environment, StepEnv):
                 left.append(idle - policy.idle())
             if left and min(left) <= 0:
-                policy.end(StopReason.TIMEOUT if left[0] <= 0 and whole is not None else StopReason.ENV_ERROR)
+                over = left[0] <= 0 and whole is not None
+                policy.ended = StopReason.TIMEOUT if over else StopReason.ENV_ERROR
                 return
             await asyncio.wait([running], timeout=min(left, default=None))
 

@@ -163,10 +163,9 @@ class AnswerLeaves:
         most: int,
     ) -> AnswerLeaves:
         """
-        The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, as
-        the renderer of the turn's tools writes it, and what the turn sampled there. Without turns that have more than
-        `most` tokens then, and those whose context does not end as the template writes its last message, or that it
-        refuses to write.
+        The contexts that a trajectory's turns really had, each with a hint behind the words of its last message, and
+        what the turn sampled there. Turns with more than `most` tokens then, or whose template writes another message,
+        are left out.
         """
         leaves = cls()
         for turn, action in zip(trajectory.turns, trajectory.tree.actions(), strict=True):
@@ -230,10 +229,7 @@ class _Difference:
 
 
 class SanityCheck:
-    """
-    Compares each trajectory with the full rendering of its messages. A difference does not end the run. It is counted,
-    and logged once per cause; the same text in other tokens is only counted, since models that explore write it.
-    """
+    """Compares each trajectory with the full rendering of its messages; a difference is counted, and logged once."""
 
     def __init__(self, renderer: ChatRenderer, mode: str) -> None:
         if mode not in MODES:
@@ -317,8 +313,7 @@ class SanityCheck:
     def _known(self, trajectory: Trajectory, ids: list[int], rendered: str) -> tuple[int, int]:
         """
         How many ids, and characters of the rendering, need no comparison, because the prompt was encoded from the same
-        text. Pieces between special tokens are encoded by themselves, so only the prompt's last piece is compared
-        again together with what follows it.
+        text: all but its last piece, which is encoded together with what follows it.
         """
         prompt, text = self._renderer.prompt_ids(trajectory.prompt), self._renderer.prompt_text(trajectory.prompt)
         special = self._renderer.special_ids

@@ -382,9 +382,8 @@ class _Span:
 
 def spans_of(row: Row, record: Row, model: str | None) -> list[_Span]:
     """
-    The spans of a conversation: its own (`AGENT`), one per turn (`LLM`) and per call (`TOOL`). A turn's has the
-    messages since the turn that it goes on from, which `graph.node.parent_id` names, so each message stands in a trace
-    once.
+    The spans of a conversation: its own (`AGENT`), one per turn (`LLM`) and per call (`TOOL`). Each message stands in
+    a trace once, in the span of the turn before which it came.
     """
     names = ("mode", "step", "k", "group", "member", "reward", "rewards", "turn_rewards", "advantages", "shared_turns")
     known = {**{name: row[name] for name in names}, "branch_of": row["branch_of"], "copy": is_copy(row)}

@@ -346,9 +346,7 @@ def _sequences(tree: TokenTree, record: Row) -> list[_Tokens]:
 def _pairs(run: Run, rows: Sequence[Row]) -> Iterator[Row]:
     """
     Pairs of a group's conversations: the best with the worst, the second best with the second worst, and so on, while
-    their rewards differ. Both have the same tokens up to the first turn in which they differ, where `prompt` ends;
-    a pair that was given other contexts before it differed is left out, and so are failed conversations, copies, and
-    conversations with images or sounds, which have no token ids.
+    their rewards differ, if both have the same tokens up to the first turn in which they differ.
     """
     if run.tokenizer is None:
         raise UserError(f"{run.folder} has no tokenizer, so that pairs have no text: export `tokens`.")

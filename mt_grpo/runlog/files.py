@@ -160,7 +160,7 @@ def parse(data: bytes, kind: str) -> tuple[Any, str | None]:
     return value, misfit(kind, value)
 
 
-def read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
+def _read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
     """What a JSON file of a run holds; `None` where there is none."""
     data = read(folder, file)
     if data is None:
@@ -174,7 +174,7 @@ def read_shaped(folder: Path, file: str, kind: str, mend: str) -> Any:
 def read_notes(folder: Path) -> dict[str, Row]:
     """By session `star` (`bool`) and `note` (`str`), of conversations that have one of them."""
     mend = "bring it back, or remove it to go on without notes"
-    return read_shaped(folder, _NOTES, "notes", mend) or {}
+    return _read_shaped(folder, _NOTES, "notes", mend) or {}
 
 
 def write_note(folder: Path, session: str, star: bool, note: str) -> dict[str, Row]:
@@ -253,7 +253,7 @@ class Heartbeat:
 
 def read_state(folder: Path) -> Row | None:
     """A run's state as last written, or `"died"` where its process is gone; `None` without one."""
-    state = read_shaped(folder, STATE, "state", "remove it; a run that goes on writes it again")
+    state = _read_shaped(folder, STATE, "state", "remove it; a run that goes on writes it again")
     if state is None:
         return None
     if state["state"] == _RUNNING and not _lives(state):

@@ -202,9 +202,8 @@ class Table(Sequence[Row]):
 
     def add(self, kind: str, lines: Sequence[Row] | pa.Table) -> np.ndarray:
         """
-        Adds lines of kind `rollout`, `credit` or `update`, each of another session. A row replaces the one that its
-        session has, and the credit and the updates of that. Credit and updates of sessions without a row are passed
-        over. Returns the places of the rows that are added or changed.
+        Adds lines of one kind, each of another session, to the rows that are there. A row replaces the one of its
+        session. Returns the places of the rows that are added or changed.
         """
         block = lines if isinstance(lines, pa.Table) else pa.Table.from_pylist(list(lines), _LINES[kind])
         with self._lock:
@@ -384,9 +383,8 @@ class Index:
 
     def read(self, folder: Path, each: Each = map) -> np.ndarray:
         """
-        Reads what was added to the index files of a folder, and returns the places of rows that are added or changed.
-        If a file is gone, another or shorter, a run has replaced this one or has trimmed it, and everything is read
-        again.
+        Reads what was added to the index files of a folder, and returns the places of rows that are added or changed;
+        everything is read again where a file is another or shorter.
         """
         changed = [np.zeros(0, np.int64)]
         names = [f"{FOLDER}/{path.name}" for path in sorted((folder / FOLDER).glob("index*.jsonl"))]

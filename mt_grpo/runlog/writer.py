@@ -116,8 +116,7 @@ class RunWriter:
 
     def write_updates(self, step: int, rows: list[Row], summaries: list[Row]) -> list[Row]:
         """
-        Writes what the trainer computed in an optimiser step. Returns the lines. Rows have the columns of
-        `UPDATES`, except `updated_step`; summaries are `mismatch`, `entropy` and `clipped` of each, as in the index.
+        Writes what the trainer computed in an optimiser step, `rows` with the columns of `UPDATES`. Returns the lines.
         """
         if not rows:
             return []

@@ -140,9 +140,8 @@ _START_COMMAND = "mt-grpo serve --config R.yaml"
 
 class VLLMServers:
     """
-    The vLLM servers of a run. A server that stops answering is left out. It is used again when it answers and holds
-    the weights of `weight_version`. Only the health check decides whether a server is down, so a request that hangs
-    stops no other.
+    The vLLM servers of a run. One that stops answering is left out until it answers and holds the weights of
+    `weight_version`. Only the health check decides that, so a request that hangs stops no other.
     """
 
     def __init__(
@@ -350,7 +349,9 @@ class VLLMServers:
             self._wire = _Connections(loop, open_session(), asyncio.Semaphore(self.max_concurrent), {}, {}, {})
             for scheduler in self._schedulers.values():
                 scheduler.forget()
-            self.placement.wait_anew()
+            for server in self.servers:
+                if not server.up:  # between rollouts nobody asked whether it is back
+                    server.down_since = time.monotonic()
         return self._wire
 
     def gone(self, silent: list[Server] | None = None) -> str:
@@ -412,12 +413,6 @@ class _Placement:
         if other in self._group:
             self._group[session] = self._group[other]
             self._members[self._group[session]] += 1
-
-    def wait_anew(self) -> None:
-        """Restarts the clock of servers that are down: between rollouts nobody asked whether they are back."""
-        for server in self.servers:
-            if not server.up:
-                server.down_since = time.monotonic()
 
     def release(self, session: str) -> None:
         """Forgets a conversation, and its group after the last member."""

@@ -113,10 +113,9 @@ def _no_answer(request: str, error: Exception) -> RequestFailed:
 @dataclass(eq=False)
 class Server:
     """
-    One server as its clients see it. Requests of conversations go over the connections of an event loop (`ask`).
-    Control calls (`get`, `post`) are made from plain functions, each over a connection of its own: after an error the
-    server closes it, perhaps under the next call. One that fails in a way that may pass is repeated after `DELAYS`;
-    one that nobody listens to, or that took all its time, is not.
+    One server as its clients see it. Control calls (`get`, `post`) are made from plain functions, each over a
+    connection of its own: after an error the server closes it, perhaps under the next call. One that fails in a way
+    that may pass is repeated after `DELAYS`.
     """
 
     url: str

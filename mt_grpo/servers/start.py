@@ -76,9 +76,8 @@ def vitals(replicas: Sequence[Replica]) -> dict[str, dict[str, float]]:
 def run_replicas(replicas: Sequence[Replica], listens: bool = False) -> int:
     """
     Starts servers and waits until all have ended. The first Ctrl-C or SIGTERM is passed on as SIGTERM, at which each
-    finishes the requests under way; the second one ends them at once. One that ends by itself ends no other. All get
-    SIGTERM where this process is killed. It has to be called in the main thread, whose end they see. With `listens` it
-    asks each for its health, for `vitals`.
+    finishes the requests under way; the second one ends them at once. It has to be called in the main thread. With
+    `listens` it asks each for its health, for `vitals`.
     """
     before = {number: signal.getsignal(number) for number in _ENDS}
     try:

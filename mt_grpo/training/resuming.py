@@ -25,7 +25,7 @@ from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
-from mt_grpo.data.images import naming_rows
+from mt_grpo.data import naming_rows
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError

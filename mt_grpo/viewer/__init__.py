@@ -24,9 +24,8 @@ _LOGS = ("agent_log", "verifier_log")  # what an environment may say of a conver
 
 def render_trajectory(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, color: bool = True) -> Text:
     """
-    Renders a conversation's tokens, then its logs and rewards; without `color` the model's words are between « and ».
-    A turn that ran commands in a shell is followed by them, as a terminal shows them, in place of the tokens of its
-    results.
+    Renders a conversation's tokens, the commands that it ran, its logs and rewards; without `color` the model's words
+    are between « and ».
     """
     text = Text()
     for sequence in trajectory.tree.sequences():

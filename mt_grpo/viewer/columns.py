@@ -74,21 +74,11 @@ class Columns:
         self.said: Callable[[str, str, int], np.ndarray] | None = None
         """Which of the first rows have a text in what was said, in the tools called, or in errors."""
 
-    @property
-    def positions(self) -> dict[str, int]:
-        """Where each session's row is."""
-        return self.rows.places
-
     def change(self) -> None:
         """Takes in the rows that were added or changed."""
         self._size = len(self.rows)
         self._made.clear()
         self._turns.clear()
-
-    @property
-    def rewards(self) -> list[str]:
-        """Names of the rewards that any row has."""
-        return self.rows.reward_names
 
     def numbers(self, name: str) -> np.ndarray:
         """A column of numbers of shape `(rows,)`, NaN for a row without one."""
@@ -151,10 +141,11 @@ class Columns:
         if name in _NUMBERS or name in _TEXTS or name in (SPREAD, SIGNAL, TOOL, *_NOTES, *_PER_TURN):
             return name
         name = name.removeprefix("reward.").removeprefix(REWARD)
-        for known in self.rewards:
+        for known in self.rows.reward_names:
             if name in (known, short_name(known)):
                 return REWARD + known
-        names = [*_NUMBERS, SPREAD, SIGNAL, *_TEXTS, TOOL, *_NOTES, *_PER_TURN, *map(short_name, self.rewards)]
+        rewards = map(short_name, self.rows.reward_names)
+        names = [*_NUMBERS, SPREAD, SIGNAL, *_TEXTS, TOOL, *_NOTES, *_PER_TURN, *rewards]
         near = did_you_mean(name, names)
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 
@@ -208,7 +199,7 @@ class Columns:
         """`star=1`, and `note=` with a part of the note; `note!=""` is any note."""
         has = np.zeros(self._size, bool)
         for session, noted in self.notes.items():
-            if (place := self.positions.get(session)) is not None:
+            if (place := self.rows.places.get(session)) is not None:
                 text = noted["note"].casefold()
                 has[place] = noted["star"] if name == "star" else bool(text) and wanted in text
         without = ("0", "no", "false") if name == "star" else ("",)
@@ -514,8 +505,7 @@ def _parts(record: Row) -> Iterator[tuple[int | None, str, str]]:
 
 def hits(record: Row, texts: list[str]) -> list[Row]:
     """
-    The first places of a conversation where any of some texts stands: `turn` (from 1; `None` for the prompt), `part`,
-    and the line in pieces: `before`, `hit` and `after`.
+    The first places of a conversation where any of some texts stands: `turn` (from 1, if any), `part`, and the line.
     """
     patterns = [re.escape(word) for text in texts if (word := " ".join(text.split()))]
     if not patterns:

@@ -24,7 +24,7 @@ _LABEL = 80  # characters of a turn's label
 def trajectory(run: Run, columns: Columns, session: str) -> Row:
     """One conversation as the page shows it."""
     whole = run.trajectory(session)
-    row = columns.rows[columns.positions[session]]
+    row = columns.rows[columns.rows.places[session]]
     places = _members(columns, key_of(row))
     members = _member_rows(columns.rows.at(places))
     accepted = _accepted(whole.pop("row").get("answer"))

@@ -93,7 +93,7 @@ class _Member:
 
 def why(run: Run, columns: Columns, session: str) -> Row:
     """Why the turns of a conversation have their advantages."""
-    place = columns.positions.get(session)
+    place = columns.rows.places.get(session)
     if place is None:
         run.trajectory(session)  # says what is the nearest
         raise AssertionError(session)
@@ -273,9 +273,8 @@ def _deviation(scale: float, turn: int, names: list[str], group: list[_Member], 
 
 def _rewards(here: _Member, turn: int, names: list[str], splits: _Splits) -> tuple[list[Row], list[Row]]:
     """
-    The rewards of a term: `kind`, `name`, `weight`, `values` (per turn, or one of an outcome), `factors` (how much of
-    each turn's the turn is credited with, `None` where the record does not say), `coefficient` of all turn rewards
-    where the term has no outcome (else it is in `factors`), and `earned`, all with its weight. And the other parts.
+    The rewards of a term, with `values` (per turn, or one of an outcome), and `factors` (how much of each turn's the
+    turn is credited with, `None` where the record does not say); and the other parts.
     """
     kinds = here.record["rewards"]
     rows, others = [], []

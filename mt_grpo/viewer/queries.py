@@ -110,7 +110,7 @@ class Queries:
             "steps": max(steps, default=0),
             **status(state, self._seconds(), self.run.folder),
             "evaluations": evaluations(self.columns),
-            "rewards": [short_name(name) for name in self.columns.rewards],
+            "rewards": [short_name(name) for name in self.columns.rows.reward_names],
         }
 
     def _seconds(self) -> float | None:
@@ -156,7 +156,7 @@ class Queries:
         """Where the texts of a filter stand in some conversations."""
         texts = searched(asked.get("q", ""))
         sessions = asked.get("sessions", "").split(",")[:_MOST_HITS]
-        places = [place for name in sessions if (place := self.columns.positions.get(name)) is not None]
+        places = [place for name in sessions if (place := self.columns.rows.places.get(name)) is not None]
         rows = self.columns.rows.at(places)
         return {"hits": {row["session"]: hits(record, texts) for row, record in self.run.records(rows)}}
 
@@ -173,7 +173,7 @@ class Queries:
         with self._lock:
             self._refresh()
             session = asked.get("session", "")
-            if session not in self.columns.positions:
+            if session not in self.columns.rows.places:
                 raise BadQuestion(f"There is no conversation {session[:80]!r}.")
             self.columns.notes = write_note(self.run.folder, session, star, note)
             return {"notes": self.columns.notes}
@@ -279,9 +279,8 @@ def evaluations(columns: Columns) -> list[int]:
 
 def _compare(columns: Columns, before: int | None = None, after: int | None = None) -> Row:
     """
-    How each question fared in two evaluations. A question is right if at least half of its conversations are. A
-    conversation is right if its first outcome reward is at its maximum. In a run without outcome rewards, a question
-    is right if its mean reward is at least half of the largest reward of both evaluations.
+    How each question fared in two evaluations. It is right if at least half of its conversations are, or, without
+    outcome rewards, if its mean reward is at least half of the largest of both evaluations.
     """
     steps = evaluations(columns)
     if len(steps) < 2:
@@ -340,10 +339,7 @@ def enough_of(sides: Iterable[Questions]) -> float:
 
 
 def questions(columns: Columns, step: int) -> Questions:
-    """
-    The questions of an evaluation, in order, by their beginnings: the index has no more of them, so those with one
-    beginning are numbered.
-    """
+    """The questions of an evaluation, in order, by their beginnings; those with one beginning are numbered."""
     groups: dict[tuple[int, int], list[int]] = {}
     k, group, prompts = columns.numbers("k"), columns.numbers("group"), columns.rows.codes("prompt")
     for place in np.flatnonzero(columns.is_text("mode", "eval") & (columns.numbers("step") == step)).tolist():

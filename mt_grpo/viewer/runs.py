@@ -185,7 +185,7 @@ def _compared(sides: dict[str, tuple[Questions, Columns]]) -> Row:
                 {
                     "session": one.session,
                     "right": one.is_right(enough),
-                    "answer": answers[codes[columns.positions[one.session]]],
+                    "answer": answers[codes[columns.rows.places[one.session]]],
                     "reward": one.mean,
                     "rights": f"{sum(one.right):.0f} of {len(one.right)}" if len(one.right) > 1 else "",
                 }

@@ -195,8 +195,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.MULT
 
 def export(queries: Queries, path: Path, filter: str, overwrite: bool = False) -> int:
     """
-    Writes the file. It has the overview of the whole run, the conversations that the filter lets through, the groups
-    that these are of, and the comparison of the first and the last evaluation.
+    Writes the file: the overview, the conversations that the filter lets through, their groups, and the comparison.
     """
     with written_for_users(path, overwrite) as partial:
         queries.answer("run", {})

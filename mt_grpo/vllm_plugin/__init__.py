@@ -25,9 +25,8 @@ SECONDS_TO_END = 3
 
 def register() -> None:
     """
-    Registers the weight-transfer engine with this process of the server, and bounds the time that the server takes to
-    end. Without the bound, a vLLM that is told to end waits for answers of its engine, which it has already killed.
-    With `MT_GRPO_ROUTES` the CPU build returns the routes of mixtures.
+    Registers the weight-transfer engine, and bounds the time that the server takes to end: else a vLLM that is told to
+    end waits for answers of its engine, which it has already killed.
     """
     import uvicorn
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -44,11 +43,7 @@ def register() -> None:
 
 
 def _return_routes_on_cpu() -> None:
-    """
-    Lets the CPU's runner take `--enable-return-routed-experts`, see `_verify` for what it needs beside it. vLLM
-    returns the experts that tokens went to from its second model runner only, and that needs Triton. What keeps and
-    returns them needs neither: here the CPU's runner is given it.
-    """
+    """Lets the CPU's runner take `--enable-return-routed-experts`, which vLLM has for its second model runner only."""
     import numpy as np
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector

@@ -42,10 +42,8 @@ class _UpdateInfo(WeightTransferUpdateInfo):
 
 class SafetensorsWeightTransferEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     """
-    Loads weights from a file through vLLM's layer-wise reload, which keeps the model's memory in place.
-
-    The reload begins and ends inside `receive_weights`, after the file was opened. So a missing or broken file leaves
-    the model unchanged. An update that is abandoned between `start` and `finish` would leave it without weights.
+    Loads weights from a file through vLLM's layer-wise reload, which keeps the model's memory in place. It begins and
+    ends inside `receive_weights`, so that a broken file or an abandoned update leaves the model unchanged.
     """
 
     init_info_cls = _InitInfo
@@ -98,10 +96,9 @@ class SafetensorsWeightTransferEngine(WeightTransferEngine[_InitInfo, _UpdateInf
         self, tensors: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        The tensors as a reload can load them. It sees what goes through a loader, and vLLM copies gpt-oss's stacked
-        experts and its sinks into place without one. So experts go one at a time, and `sinks` keeps what is to be
-        copied once the model is in place again. Mixtral and its kin have the names of their checkpoints, and not those
-        of transformers' layers.
+        The tensors as a reload can load them: it sees what goes through a loader, and vLLM copies gpt-oss's stacked
+        experts and its sinks into place without one. So experts go one at a time, and `sinks` keeps what is copied
+        later.
         """
         as_mixtral = any(name.endswith(".block_sparse_moe.experts") for name, _ in self.model.named_modules())
         for name, tensor in tensors:

@@ -230,12 +230,10 @@ def _with_shifted_adapter(model: nn.Module) -> Iterator[set[str]]:
 
     layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
     factors = [factor for layer in layers for factor in layer.lora_B.values() if isinstance(factor, nn.Linear)]
-    handles = [factor.register_forward_hook(shift) for factor in factors]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for factor in factors:
+            hooks.enter_context(factor.register_forward_hook(shift))
         yield set()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _shift_file(path: Path) -> None:

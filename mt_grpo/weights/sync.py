@@ -88,10 +88,7 @@ class WeightSync:
         self.in_flight, self._computes_late, self.client.salted = True, False, True
 
     def sleep(self) -> None:
-        """
-        Has the servers give their memory to training. The next `sync` wakes them: the memory of the weights, the
-        weights, then the memory of the cache. A server that sleeps already is left alone.
-        """
+        """Has the servers give their memory to training; the next `sync` wakes them."""
         if self.asleep:
             return
 
@@ -134,8 +131,7 @@ class WeightSync:
 
     def restore(self, base_url: str) -> None:
         """
-        Sends the weights of the latest `sync` to a server that was restarted, and verifies them. Any process may call
-        it at any time, since the others may be waiting for this process in a collective.
+        Sends a restarted server the weights of the latest `sync`, and verifies them, from any process at any time.
         """
         with self._lock:
             server = next(each for each in self.client.servers if each.url == base_url)
@@ -239,9 +235,8 @@ class WeightSync:
 
     def _stream(self, step: int | None) -> None:
         """
-        Every process: packs bucket by bucket, and the main one has the servers take each. Of several servers, one that
-        dies meanwhile is left out, and taken back at a later sync if it is well: not where servers sleep, as nobody
-        knows which memory it has, or while conversations go on.
+        Every process: packs bucket by bucket, and the main one has the servers take each. A server that dies meanwhile
+        is left out, and taken back at a later sync: not where servers sleep, or while conversations go on.
         """
         updates: dict[str, contextlib.ExitStack] = {}
 
@@ -403,9 +398,8 @@ class _Fleet:
 
     def run(self, main: Callable[[], None], everywhere: Callable[[], None] | None = None) -> None:
         """
-        Runs `everywhere` in every process, then `main` in the main one. A failure, of whatever kind, is raised in all
-        processes. A server that the main one lost is left out by all, because its weights may differ from the rest. A
-        server that the main one uses again, with its weights, is used again by all.
+        Runs `everywhere` in every process, then `main` in the main one. A failure is raised in all processes; a server
+        that the main one lost or uses again is left out or used again by all.
         """
         failure: BaseException | None = None
         try:

@@ -6,6 +6,7 @@ HTTP calls that leave the server running, whatever fails. And the proof that wei
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import shutil
@@ -23,11 +24,11 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.errors import UserError, WeightSyncError
+from mt_grpo.forward.probe import without_dropout
 from mt_grpo.imports import Registry
 from mt_grpo.rollout.engines.vllm import VLLMServerClient
 from mt_grpo.servers.http import RequestFailed, Server
@@ -61,8 +62,7 @@ def probe_ids(vocab_size: int) -> list[int]:
 
 def server_likeliest(server: Server, model: str, ids: list[int], top: int) -> list[dict[int, float]]:
     """
-    The server's log-probs of each token of `ids` but the first, and of the `top` that are likeliest there, by token
-    and in order, at temperature 1; or `RequestFailed`.
+    The server's log-probs of each token of `ids` but the first, and of the `top` likeliest there, or `RequestFailed`.
     """
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
 
@@ -82,17 +82,12 @@ def server_likeliest(server: Server, model: str, ids: list[int], top: int) -> li
 @torch.no_grad()
 def trainer_logprobs(model: nn.Module, ids: list[int], padding: int = 0) -> list[float]:
     """The same by the trainer's model. With sharded weights every process must call it."""
-    training = model.training
-    model.eval()
-    try:
-        device = next(model.parameters()).device
-        tokens = torch.tensor([ids[:1] * padding + ids], device=device)
-        mask = torch.ones_like(tokens)
-        mask[:, :padding] = 0
-        options = {"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if padding else {}
+    tokens = torch.tensor([ids[:1] * padding + ids], device=next(model.parameters()).device)
+    mask = torch.ones_like(tokens)
+    mask[:, :padding] = 0
+    options = {"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if padding else {}
+    with without_dropout(model):
         logits = model(input_ids=tokens, attention_mask=mask, **options).logits[0, padding:]
-    finally:
-        model.train(training)
     logprobs = torch.log_softmax(logits[:-1].float(), dim=-1)
     return logprobs.gather(1, tokens[0, padding + 1 :].unsqueeze(1))[:, 0].tolist()
 
@@ -173,21 +168,16 @@ def with_halved_weights(model: nn.Module) -> Iterator[set[str]]:
     """A context in which `model` computes as if its linear layers and embeddings had half their weights and biases."""
     names: set[str] = set()
 
-    def add_hook(name: str, layer: nn.Module) -> RemovableHandle:
-        def halve(module: nn.Module, inputs: object, output: object) -> torch.Tensor | None:
-            if not isinstance(output, torch.Tensor):
-                return None
-            names.update((f"{name}.weight", f"{name}.bias"))
-            return output * HALF
+    def halve(module: nn.Module, inputs: object, output: object, name: str) -> torch.Tensor | None:
+        if not isinstance(output, torch.Tensor):
+            return None
+        names.update((f"{name}.weight", f"{name}.bias"))
+        return output * HALF
 
-        return layer.register_forward_hook(halve)
-
-    handles = [add_hook(name, layer) for name, layer in _layers(model)]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, layer in _layers(model):
+            hooks.enter_context(layer.register_forward_hook(functools.partial(halve, name=name)))
         yield names
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -210,16 +200,14 @@ TRANSPORTS: Registry[type[Transport]] = Registry("weight transport", "mt_grpo.we
 """The transports that `weight_sync` can name, besides `auto`."""
 
 
-def weight_transport(name: str) -> Callable[[type[Transport]], type[Transport]]:
-    """Registers a subclass of `Transport` under a name; `RegistrationError` if it is no word, or taken."""
-    return TRANSPORTS.register(name)
+weight_transport = TRANSPORTS.register
+"""Registers a subclass of `Transport` under a name; `RegistrationError` if it is no word, or taken."""
 
 
 class _FullParameters(VLLMGeneration):
     """
-    TRL's walk over a trainer's full parameters, under the names that vLLM loads. It supports FSDP, DeepSpeed ZeRO and
-    adapters, which are merged during the walk. Iterating is a collective operation: every process must iterate to the
-    end.
+    TRL's walk over a trainer's full parameters, under the names that vLLM loads, with FSDP, DeepSpeed ZeRO and merged
+    adapters. It is a collective operation: every process must iterate to the end.
     """
 
     dtype: torch.dtype | None = None
@@ -276,8 +264,7 @@ class Source:
     @contextlib.contextmanager
     def walk(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """
-        A walk over the weights, in every process. It is finished whatever fails, since it is a collective one and may
-        hold a merged adapter. A tensor may change when the walk continues.
+        A walk over the weights, in every process, which is finished whatever fails. A tensor may change as it goes on.
         """
         walk = iter(self.parameters)
         try:
@@ -386,9 +373,8 @@ class Update:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """
-        The pause in which a server gets weights. Requests under way continue afterwards. The prefix cache, of other
-        weights, is emptied, and so is what the vision tower made of images. A sleep of level 0 is vLLM's `/pause`
-        without the 20 ms that this waits afterwards.
+        The pause in which a server gets weights, at whose end its caches, of other weights, are emptied. A sleep of
+        level 0 is vLLM's `/pause` without the 20 ms that this waits afterwards.
         """
         server = self.server
         try:

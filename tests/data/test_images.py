@@ -10,8 +10,7 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageColumn
 from PIL import Image
 
-from mt_grpo.data import load_rows
-from mt_grpo.data.images import ImageOfRowError, _OpenedImage, undecoded, with_own_opener
+from mt_grpo.data import ImageOfRowError, _OpenedImage, _undecoded, load_rows, with_own_opener
 from mt_grpo.media import is_decoded
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
@@ -94,4 +93,4 @@ def test_other_columns_and_what_is_not_to_be_decoded_stay(tmp_path):
     assert with_own_opener(rows) is rows
     given = {"bytes": EPS, "path": None}
     rows = Dataset.from_list([{"image": given}], Features({"image": ImageColumn(decode=False)}))
-    assert with_own_opener(rows)[0]["image"] == undecoded(rows)[0]["image"] == given
+    assert with_own_opener(rows)[0]["image"] == _undecoded(rows)[0]["image"] == given

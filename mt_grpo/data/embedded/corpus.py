@@ -213,10 +213,7 @@ def _linked(entity: _Entity) -> Iterator[Problem]:
 
 @functools.cache
 def problems(split: Literal["train", "validation"]) -> tuple[Problem, ...]:
-    """
-    All questions of a split, in a fixed order. A hash of its root decides to which split an entity belongs. Two-hop
-    questions which name the entity to be found, as "Guatemala City" does, are left out.
-    """
+    """All questions of a split, in a fixed order; a hash of its root decides to which split an entity belongs."""
     holders = Counter(
         (entity.family, key, entity.facts[key][0])
         for entity in entities().values()

@@ -72,9 +72,7 @@ class RolloutError(UserError, RuntimeError):
 
 
 class Engine(Protocol):
-    """
-    Samples tokens of a model with this tokenizer and longest context. Many conversations may call `generate` at once.
-    """
+    """Samples tokens of a model with this tokenizer and longest context, for many conversations at once."""
 
     tokenizer: PreTrainedTokenizerBase
     context_length: int
@@ -118,8 +116,7 @@ class ScoringEngine(Protocol):
 
     async def logprobs(self, context: list[int], tokens: list[int], session: str) -> list[float]:
         """
-        Log-probs of `tokens` after `context`, each after those before it, under the model itself: at temperature 1,
-        without truncation. Raises `EngineError` if that fails for good.
+        Log-probs of `tokens` after `context` at temperature 1, without truncation. Raises `EngineError` if that fails.
         """
         ...
 

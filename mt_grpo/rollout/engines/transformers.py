@@ -328,9 +328,8 @@ def _warpers(drawing: tuple[float, ...]) -> list[LogitsProcessor]:
 
 class _Recorder(LogitsProcessor):
     """
-    Draws each row's token from the processed distribution with the row's own uniform numbers, and keeps its
-    log-probability. It masks all other tokens, so that the greedy search of `generate` takes this one. The tokens
-    `never` are not drawn.
+    Draws each row's token with the row's own uniform numbers, and keeps its log-prob. All other tokens are masked, so
+    that the greedy search of `generate` takes this one.
     """
 
     def __init__(

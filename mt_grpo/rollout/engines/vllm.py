@@ -29,12 +29,7 @@ from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of, to_file
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.servers.cache_scheduler import Turn
 from mt_grpo.servers.fleet import Owner, VLLMServers
-from mt_grpo.servers.http import (
-    RequestFailed,
-    Server,
-    ServerSetupError,
-    router_words,
-)
+from mt_grpo.servers.http import RequestFailed, Server, ServerSetupError, router_words
 from mt_grpo.token_tree import Routes
 
 _GENERATE = "/inference/v1/generate"
@@ -63,11 +58,11 @@ class _Shown:
     image: MediumInputs
 
 
+@dataclass(frozen=True)
 class _Layout:
     """How a server takes images, as its own rendering of one shows."""
 
-    def __init__(self, fields: dict[str, _Field]) -> None:
-        self.fields = fields
+    fields: dict[str, _Field]
 
     @classmethod
     def read(cls, answer: Any) -> _Layout:
@@ -189,8 +184,7 @@ _ANOTHER = 0x9E3779B9  # torch's generator on a CPU knows 32 bits of a seed
 
 class VLLMServerClient(VLLMServers):
     """
-    Samples from one or several vLLM servers. All conversations of a group go to one server. A failed request is
-    repeated if that can help; sampling changes nothing on the server, so asking twice is safe.
+    Samples from vLLM servers. A failed request is repeated if that can help: sampling changes nothing on a server.
     """
 
     async def generate(self, context: list[int], sampling: SamplingParams, session: str) -> Sample:
@@ -361,11 +355,7 @@ class VLLMServerClient(VLLMServers):
         more: float = 0.0,
         path: str = _COMPLETIONS,
     ) -> T:
-        """
-        Asks for a completion until `read` can read the answer. `content` makes the body of each attempt, for a server
-        and after so many failures. `read` is given the answer and the request's name. The server may take `more`
-        seconds longer than usual.
-        """
+        """Asks for a completion until `read` can read the answer, for `more` seconds longer than usual."""
         async with self._under_way() as wire, wire.places:
             failures = 0
             while True:
