@@ -198,7 +198,7 @@ def main() -> None:
     client = 1e3 * np.array([lag_with_client(tokenizer, conversations, context) for _ in range(min(3, repeats))])
     members = 8 if quick else 32
     long = compare(wait, [tool_times(members, seed, 0.01) for seed in range(min(3, repeats) + 1)])
-    short = compare(wait, [np.full((members, 1), 0.05)] * (repeats + 1))
+    short = long if quick else compare(wait, [np.full((members, 1), 0.05)] * (repeats + 1))
     rows = [
         ("wall / longest conversation", "<= 1.05", walls),
         ("host time of a turn at turn 128, µs CPU", "<= 400", list(late[:, 1] * 1e6)),

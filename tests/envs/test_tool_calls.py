@@ -86,13 +86,6 @@ def test_no_more_calls_of_a_tool_run_than_its_limit(method):
     assert all(call.executed and call.result == "1" for call in calls)
 
 
-def test_the_limit_holds_across_conversations(tokenizer):
-    gauge = Gauge()
-    env = MultiTurnToolEnv([made(gauge.work, concurrency=2)])
-    trajectories = converse(tokenizer, env, ['<tool>{"name": "work"}</tool>', "<answer>done</answer>"], 12)
-    assert gauge.most == 2 and {each.stop_reason for each in trajectories} == {StopReason.ANSWERED}
-
-
 def test_the_limit_holds_across_event_loops():
     gauge, results = Gauge(), []
     limited = made(gauge.work, concurrency=2)
