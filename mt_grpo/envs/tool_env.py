@@ -216,7 +216,7 @@ class DialogueEnv(MultiTurnToolEnv):
         super().__init__(tools, system_prompt, **options)
         if not self.tools:
             self.protocol = PlainTextProtocol()
-        elif type(self.protocol) in (TagProtocol, LearntTagProtocol):
+        elif isinstance(self.protocol, TagProtocol) and type(self.protocol) in (TagProtocol, LearntTagProtocol):
             self.protocol.spoken = True
 
     @abstractmethod

@@ -78,17 +78,8 @@ class _Method(TRLTool):
 
 class TRLEnv(MultiTurnToolEnv):
     """
-    Environments that a factory in TRL's form makes (TRL 1.16, `GRPOTrainer(environment_factory=...)`). An instance is
-    made when a conversation needs one and none is free; `reset` begins each conversation.
-
-    - `reset(**row)`: sync or `async`; gets the columns that its signature takes. Text that it returns is appended to
-      the last message of the prompt.
-    - Public methods are tools, except `reset`, `get_reward` and `close`. The model reads `str(result)`, or
-      `{'error': ...}` where a method raised. Plain methods run in a thread, one after another; `async` ones of a turn
-      then run concurrently.
-    - `get_reward()`, sync or `async`: an outcome reward under the name of the class.
-    - `close()`, sync or `async`: called when the process ends, and when an instance is dropped because `reset` raised
-      or a call hangs.
+    Environments that a factory in TRL's form makes, see docs/trl_environments.md. An instance is made when a
+    conversation needs one and none is free; `close` is called when the process ends, `reset` raised, or a call hangs.
     """
 
     writes_prompts = True

@@ -148,11 +148,7 @@ class WeatherInteraction(_ScoredInteraction):
 
 
 class InteractionEnv(DialogueEnv):
-    """
-    A conversation with the interaction that `name` in the row's `extra_info["interaction_kwargs"]` chooses. Scores of
-    turns are `Turn.reward`, `calculate_score` is a reward under the interaction's name, and additional data are in
-    `info["interaction"]`.
-    """
+    """A conversation with the interaction that `name` in the row's `extra_info["interaction_kwargs"]` chooses."""
 
     interaction: BaseInteraction | None = None  # the interaction of this conversation, once it has begun
 

@@ -391,13 +391,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 class Endpoint:
     """
-    Serves the policies of the conversations under way, each under a path of its own,
-
-        POST http://127.0.0.1:PORT/SESSION/v1/chat/completions
-
-    (also `/responses`, Anthropic's `/messages`, and what counts the tokens of both), or under `/v1/...` with the
-    header `X-Session-ID: SESSION`. It runs as long as there are conversations. Each conversation has a key of its own,
-    without which no request reaches it. `relay_key` reaches every conversation by a name that `add_session` gave it,
+    Serves the policies of the conversations under way, each with a key of its own, under `/SESSION/v1/...`, or under
+    `/v1/...` with the header `X-Session-ID: SESSION`. `relay_key` reaches each by a name that `add_session` gave it,
     for code of this process that serves several with one client; agents never get it.
     """
 
