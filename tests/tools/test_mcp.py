@@ -206,7 +206,7 @@ def test_a_server_that_cannot_be_started_is_refused(write, entry, problem, monke
 
 def test_the_library_is_asked_for_where_it_is_missing(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ConfigError, match=r"run `pip install mt-grpo\[mcp\]`"):
+    with pytest.raises(ConfigError, match=r"not installed: `pip install mt-grpo\[mcp\]`"):
         mcp_tools(write(other=stdio("other")))
 
 
