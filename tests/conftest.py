@@ -29,10 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """
-    Processes that share the tests take one file after another: those that last go first, since one of them at the end
-    would leave the other processes without work.
-    """
+    """Files that last go first: one of them at the end would leave the other processes without work."""
     if hasattr(config, "workerinput"):
         marks: dict[Path, set[str]] = {}
         for item in items:

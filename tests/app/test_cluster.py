@@ -147,10 +147,7 @@ def test_two_nodes_train_and_the_third_serves(nodes, shell):
     ids=["listens", "too early"],
 )
 def test_a_job_of_slurm_is_queued_again_before_its_time_limit(shell, tmp_path, early, status, requeued):
-    """
-    Slurm signals the batch shell alone. What trains ends with its own status when its step is finished; a signal
-    before the run listens ends it, with the status that the shell's waiting has where a signal ends it.
-    """
+    """Slurm signals the batch shell alone; what trains ends with its own status, or that of the shell's waiting."""
     told = tmp_path / "preempted"
     told.touch()
     job = shell.start(["bash", str(CLUSTER / "slurm.sh"), RECIPE], **JOB, PREEMPTED=str(told), **early)

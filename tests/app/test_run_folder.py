@@ -1,6 +1,4 @@
-"""
-Beginning, resuming, replaying and ending a run: what would mix two runs, train nothing or save nonsense is refused.
-"""
+"""Beginning, resuming, replaying and ending a run: what would mix two runs or train nothing is refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""
-Two ranks of different speed that sample ahead, and what goes wrong meanwhile: every row is trained once and in order,
-nothing that is finished is lost, and the run ends as it should. The server is scripted; all else is `mt-grpo train`.
-"""
+"""Two ranks that sample ahead from a scripted server, and faults: rows are trained once and in order."""
 
 from __future__ import annotations
 

@@ -41,10 +41,7 @@ def test_a_loop_over_chat_completions_is_one_sequence():
 @pytest.mark.parametrize("kept", ["nothing", "response", "items"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_loop_over_responses_is_one_sequence(kept, stream):
-    """
-    The client sends the whole conversation, names the response that it goes on from, or, as the AI SDK does, refers to
-    reasoning and texts by their identifiers.
-    """
+    """Whether the client sends all, names the response it goes on from, or refers to parts by identifiers."""
 
     async def ask(asking, **options):
         if not stream:

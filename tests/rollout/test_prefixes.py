@@ -1,7 +1,4 @@
-"""
-Turns that go on from what the last turn computed: the same distribution, and only what was added is computed. And the
-proof by which the engine in the trainer's process is used where it samples from the distribution that is trained.
-"""
+"""Turns that go on from what the last turn computed, and the proof that the engine samples what is trained."""
 
 from __future__ import annotations
 

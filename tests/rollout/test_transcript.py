@@ -171,10 +171,7 @@ def test_each_reply_of_the_environment_is_trained_once(tokenizer, history, every
 
 
 def test_the_mask_of_a_rewritten_history_worked_out_by_hand(tokenizer):
-    """
-    Two branches after the prompt: the first turn as it was sampled, and a copy of it without its thought, with the
-    environment's reply and the second turn behind it. All but the copy is trained.
-    """
+    """Two branches: as sampled, and with a copy of the first turn without its thought, which is not trained."""
     trajectory, runner, _ = converse(tokenizer, TURNS[:2], REPLIES[:1], "strip_thinking")
     runner.env.env_mask = 1
     row = runner.completion(trajectory)

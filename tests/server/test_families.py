@@ -1,7 +1,4 @@
-"""
-Kinds of models from a real vLLM server to a training step: families with their own templates and native tools,
-mixtures of experts whose routes are trained, and a model that sees images in prompts and in replies.
-"""
+"""Kinds of models from a real vLLM server to a training step: families, mixtures of experts, one that sees images."""
 
 from __future__ import annotations
 
@@ -104,10 +101,7 @@ def learn_by_heart(model, family: str, tokenizer) -> None:
 
 
 def differences(served: Served) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Log-probs that a server samples with, against ours in the dtype of the server, and how far that dtype alone moves
-    ours from float32's: for tokens after random ones, of which no single one is likely.
-    """
+    """Log-probs of a server against ours in its dtype, and how far that dtype moves ours from float32's."""
     draw, trees = random.Random(0), []
     contexts = [[draw.randrange(len(served.tokenizer)) for _ in range(40)] for _ in range(8)]
     for context, turn in zip(contexts, served.sample(contexts, max_tokens=48, temperature=0.5, seed=3), strict=True):
@@ -126,10 +120,7 @@ def differences(served: Served) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_sampled_and_trained_alike(family, tmp_path):
-    """
-    A single token may be far off in bfloat16, whose last digit of a logit of 16 is an eighth: what is held is the mean
-    and nine tenths, against what the dtype itself does to ours.
-    """
+    """One token may be far off in bfloat16: the mean and nine tenths are held against what it does to ours."""
     coarse = family.startswith("qwen3_5")  # the kernels of vLLM's CPU build know of bfloat16 only
     tokenizer = tokenizer_of(family)
     model = random_model(FAMILIES[family], tokenizer, pad_token_id=tokenizer.pad_token_id)

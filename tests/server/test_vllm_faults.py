@@ -1,6 +1,4 @@
-"""
-A real server that is killed, hangs or answers nonsense, strangers at its port, and training that is killed itself.
-"""
+"""A real server that is killed or hangs, strangers at its port, and training that is killed itself."""
 
 from __future__ import annotations
 
@@ -342,10 +340,7 @@ def test_a_server_left_paused_by_a_killed_run_is_usable(undisturbed, server, pro
 
 @pytest.fixture(scope="module")
 def outage(undisturbed, server, tmp_path_factory):
-    """
-    Two runs, one after the other, in the middle of their second rollout when the server is killed. One gives up before
-    the server is started again, with the same command, the other does not.
-    """
+    """Two runs whose server is killed in their second rollout: one gives up before it is back, one does not."""
     folder, found = tmp_path_factory.mktemp("outage"), SimpleNamespace(keys=[])
     server.by_command = False  # its command was tested enough
     for name, timeout, more in (("impatient", "2", ONE_AT_A_TIME), ("patient", str(START_LIMIT), ())):

@@ -83,10 +83,7 @@ def synced():
 
 
 def check_samples(served, client, version, model=None):
-    """
-    Samples have the log-probs of a model, and say which weights they had. A context is long enough to be cached: what
-    was cached with weights before is not read.
-    """
+    """Samples have a model's log-probs and its weights' version, also of a context cached with earlier weights."""
     contexts = [*served.prompts(), served.tokenizer.encode("capital of Peru number " * 40)[:300]]
     samples = served.sample(contexts, client, max_tokens=40, seed=3)
     assert difference(model or served.model, contexts, samples) < TOLERANCE

@@ -1,6 +1,4 @@
-"""
-A tiny random model of each family that hears, with its own processor where that needs no library for sounds or videos.
-"""
+"""A tiny random model of each family that hears, with its processor where that needs no library of its own."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ def open_browser() -> Iterator:
 
 @contextmanager
 def watched(browser, **options) -> Iterator:
-    """
-    A page of which everything that goes wrong is kept in `page.wrong`: errors of scripts, refusals by the content
-    security policy, requests to other places. Nothing must have gone wrong at the end.
-    """
+    """A page whose script errors, policy refusals and requests elsewhere are kept in `page.wrong`: none at the end."""
     page = browser.new_page(**options)
     page.wrong = []
     page.on("pageerror", lambda error: page.wrong.append(f"error: {error}"))

@@ -1,7 +1,4 @@
-"""
-What stands in for a vLLM server that a trainer starts: a process that does nothing, and answers from a script. As a
-program: two steps of ranks that each start one, `colocated FOLDER PORT PER_SERVER`.
-"""
+"""A scripted server that a trainer starts. As a program, steps of ranks: `colocated FOLDER PORT PER_SERVER`."""
 
 from __future__ import annotations
 

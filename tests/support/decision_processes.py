@@ -1,7 +1,4 @@
-"""
-Small processes on which credit rules are measured: several tool boundaries, a length that the policy decides, and
-results that are partly chance. See `support.exact_gradients`.
-"""
+"""Small processes on which credit rules are measured, see `support.exact_gradients`."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ def stopper(play: Play) -> float:
 
 
 def one_search(play: Play) -> float | None:
-    """
-    One tool boundary: search or guess. A search that finds something (.5) makes the answer right more often. Who
-    refuses to answer has no outcome.
-    """
+    """Search or guess; a find (.5) makes the answer right more often. Who refuses to answer has no outcome."""
     found, state = False, 0
     if play.decide(0):
         found = play.chance(0.5)
@@ -53,10 +47,7 @@ def searcher(play: Play) -> float:
 
 
 def two_hops(play: Play) -> float:
-    """
-    Two calls that build on each other. Each may be malformed (no result, tried once more) and earns .25 where it
-    succeeds; without both the outcome is a guess.
-    """
+    """Two calls that build on each other, each tried twice at most, for .25; without both the outcome is a guess."""
     hops = 0
     for step in range(3):
         state = 3 * step + hops
@@ -95,10 +86,7 @@ def settled(play: Play) -> float:
 
 
 def tasks(number: int, skills: int) -> Process:
-    """
-    So many tasks, each of which earns 1 / `number` if it is done right; the outcome is 1 if all are. The first ones
-    need the first skill, which is a parameter, and so on.
-    """
+    """Tasks that earn 1 / `number` each, the first ones by the first skill; the outcome is 1 if all are right."""
 
     def play(play: Play) -> float:
         done, right = 0, False

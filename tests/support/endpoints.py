@@ -34,9 +34,7 @@ def refusal(status, message, headers=None, **more):
 
 @pytest.fixture
 def endpoint():
-    """
-    Starts an endpoint whose completions come from `complete(number, body)`: text, which is streamed, or an answer.
-    """
+    """Starts an endpoint whose completions come from `complete(number, body)`: text to stream, or an answer."""
     servers = []
 
     def begin(complete, models=("big",), port=0):

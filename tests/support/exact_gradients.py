@@ -150,10 +150,7 @@ def sample(
     scale_rewards: Scale = "none",
     energies: bool = False,
 ) -> Measurement:
-    """
-    The same for rules that look at other groups, from batches of so many groups, drawn with a fixed seed. The noise is
-    that of one group. With one batch it is taken from the differences of its groups.
-    """
+    """The same for rules that look at other groups, on batches drawn with a fixed seed; noise is of one group."""
     paths = Paths.of(process, parameters, energies)
     rows = paths.draw(batches * groups, group_size)
     function, options = bind_rule(rule, turn_coef=1.0, scale_rewards=scale_rewards)
@@ -277,10 +274,7 @@ def measure_branching(
     parameters: tuple[float, ...] = (0.0,),
     turn_coef: float = 1.0,
 ) -> Measurement:
-    """
-    The bias and the noise of a rule, without scaling, on groups of trunks, whose branches share `branch_at` turns.
-    Trunks end before the first decision of that turn.
-    """
+    """The same, without scaling, on groups of trunks that end before the first decision of turn `branch_at`."""
     paths = Paths.of(process, parameters)
     families, likely = _families(paths, branch_at, num_branches)
     chosen = list(itertools.combinations_with_replacement(range(len(families)), num_trunks))

@@ -48,10 +48,7 @@ def distance(ours, oracle):
 
 
 def assert_same_gradient(found, expected):
-    """
-    Gradients by the names of their parameters, however a processor rounds: to four digits all together, and to three
-    each, since one of few numbers, as of a norm or a gate, is the sum of many that cancel; that of a key's bias is 0.
-    """
+    """Gradients by name: to four digits all together and to three each, since one may be a sum of many that cancel."""
     assert found.keys() == expected.keys()
     off = {name: (found[name] - expected[name]).norm() for name in found}
     sizes = {name: expected[name].norm() for name in found}

@@ -1,7 +1,4 @@
-"""
-Programs that are forked from a process which has imported what they need, instead of importing it themselves, which
-takes longer than most of what they are started for. For those whose imports are not what is tested.
-"""
+"""Programs forked from a process that has imported what they need, for those whose imports are not what is tested."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ def prepare() -> None:
 
 
 def fork_what_is_launched() -> None:
-    """
-    For a launcher that was forked itself. What accelerate starts then is forked from a copy of it as it is here: with
-    its imports and namespaces, and without the threads that torchrun begins. It writes where the launcher does.
-    """
+    """For a forked launcher: what accelerate starts is forked from it as it is here, and writes where it does."""
     asking, answers = os.pipe(), os.pipe()
     if os.fork() == 0:
         asked: list[int] = []

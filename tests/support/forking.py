@@ -1,7 +1,4 @@
-"""
-Processes that programs are forked from, which have imported what these need: of tests, and of vLLM. All who share the
-tests share them. This needs nothing itself.
-"""
+"""Processes that programs are forked from: of tests, and of vLLM. All who share the tests share them."""
 
 from __future__ import annotations
 
@@ -194,10 +191,7 @@ def _become(arguments: list[str], log: str, environment: dict[str, str], folder:
 
 
 def _leave_libraries() -> None:
-    """
-    The last that a program does. Python takes all modules apart at its end, for which most of what was imported before
-    it would be copied first: those of libraries are left. Of ours it still says what was never awaited.
-    """
+    """Libraries are not taken apart at a program's end, for which most imports would be copied first; ours are."""
     found = [name for name, module in sys.modules.items() if "/site-packages/" in str(vars(module).get("__file__"))]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object([sys.modules.pop(name) for name in found]))  # for ever
 

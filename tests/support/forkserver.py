@@ -12,10 +12,7 @@ import uvicorn
 
 
 class ForkedServer:
-    """
-    A server that can be killed, and started again at the same address: `app(said, *options)` makes what it serves,
-    which may tell `said` of this process something.
-    """
+    """A server, made by `app(said, *options)`, that can be killed and started again at the same address."""
 
     def __init__(self, app: Callable[..., Any], *options: object) -> None:
         self._app, self._options, self.port = app, options, 0

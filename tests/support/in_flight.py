@@ -1,7 +1,4 @@
-"""
-Conversations in flight on a server that a test holds: it answers from a script, and waits, fails or dies where the
-test says. Tools of those conversations, and an environment that fails in some of them.
-"""
+"""A scripted server that a test holds with conversations in flight, their tools, and an environment that fails."""
 
 from __future__ import annotations
 

@@ -18,10 +18,7 @@ from mt_grpo.servers.http import _headers, find_key
 
 
 def free_port(number: int = 1) -> int:
-    """
-    The first of so many ports that nobody listens on. They are none of those that a system gives to whoever asks for
-    any port, which another process would take before they are used.
-    """
+    """The first of so many ports that nobody listens on, outside those that a system gives to whoever asks for any."""
     while True:
         first = random.SystemRandom().randrange(10_000, 32_000)
         with ExitStack() as stack, suppress(OSError):

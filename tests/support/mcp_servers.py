@@ -11,10 +11,7 @@ from support.mcp_server import MCPServer, server
 
 
 class Door:
-    """
-    Refuses requests without the token, where there is one, and the first ones if it is `busy`; `/events` is another
-    name of `/sse`.
-    """
+    """Refuses requests without the token, and the first ones if it is `busy`; `/events` is another name of `/sse`."""
 
     def __init__(self, app, token: str | None, busy: int = 0) -> None:
         self.app, self.header, self.busy = app, token and f"Bearer {token}".encode(), busy

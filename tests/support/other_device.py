@@ -1,7 +1,4 @@
-"""
-A device that PyTorch keeps apart from the CPU as it does a GPU, made by a C++ compiler: code that leaves a tensor
-behind on the CPU fails on it, where no GPU is. It is of its process for good.
-"""
+"""A device apart from the CPU, made by a C++ compiler, for good: a tensor left on the CPU fails on it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""
-Tests that signal or end their own process run in another one, since what ends a test's process ends every test after
-it. It listens to signals as a program in a terminal does: a shell that runs tests in the background has them, and what
-they start, ignore SIGINT, and after nohup SIGHUP.
-"""
+"""Tests that signal or end their process run in another one, which listens to signals as in a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""
-Two ranks that share no folder, as on two hosts: `ranks_hosts FOLDER`. The run goes back behind a checkpoint of which
-the second host has a copy, and comes to its step again with another loss.
-"""
+"""Two ranks that share no folder and go back behind a checkpoint that the second one has too: `ranks_hosts FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""
-Syncs by NCCL, whose wire is scripted, from two processes with sharded weights: `ranks_nccl FOLDER`. In the middle of
-the second the server fails.
-"""
+"""Syncs by a scripted NCCL from two processes with sharded weights; the second one fails: `ranks_nccl FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""
-Reports that a worker of xdist sends. They travel as UTF-8, which knows no half of a character, and where a report
-cannot be sent the whole run ends without one.
-"""
+"""Reports of xdist's workers travel as UTF-8: half a character in one would end the whole run without it."""
 
 from __future__ import annotations
 

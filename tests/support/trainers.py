@@ -210,10 +210,7 @@ def _is_argument(name: str, value: Any) -> bool:
 
 
 def trainer_builder(folder: Path, tokenizer: Any, questions: Dataset) -> Callable[..., MTGRPOEnvTrainer]:
-    """
-    Makes trainers of a tiny model, on scripted conversations where a script is given. Other arguments of the trainer,
-    and options, are given by their names.
-    """
+    """Makes trainers of a tiny model, on a script if given; other arguments and options go by their names."""
 
     def build(script=conversation, model=None, rewards=None, **given):
         arguments = {name: value for name, value in given.items() if _is_argument(name, value)}

@@ -20,10 +20,7 @@ def completion(*ids: int, fingerprint: str = "one", reason: str = "stop") -> tup
 
 
 def upstream(tokenizer, complete, *, version="7", model="base", port=0, **endpoints):
-    """
-    A server that is healthy and fits, and whose completions come from `complete(number, body)`. `endpoints` are its
-    answers at other paths, or make them from a body.
-    """
+    """A healthy server: completions are of `complete(number, body)`, other paths' answers of `endpoints`."""
     numbers = iter(range(1000))
 
     def script(method, path, body):

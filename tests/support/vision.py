@@ -1,7 +1,4 @@
-"""
-A tiny random model of each vision family, with a processor of its kind. What a processor needs for videos and sounds,
-which takes torchvision, is left out.
-"""
+"""A tiny random model of each vision family, with a processor of its kind that needs no torchvision."""
 
 from __future__ import annotations
 

@@ -55,10 +55,7 @@ def test_a_loss_is_learnt_the_same_by_layers_in_groups(build, tokenizer, forward
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_offloaded_activations_give_the_same_gradients(build, monkeypatch, checkpointing):
-    """
-    On a device that computes as a CPU does, of which TRL moves activations to another memory: its hooks are called and
-    bring everything back; that a GPU then holds less is not to be seen on a CPU.
-    """
+    """On a device that computes as a CPU does: TRL's hooks are called and bring everything back."""
     options, trackers, enter = {"use_pin_memory": False, "use_streams": False}, {}, OffloadActivations.__enter__
 
     def watched(self):

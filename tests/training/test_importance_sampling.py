@@ -1,7 +1,4 @@
-"""
-What the engine computes otherwise than the trainer is measured, and corrected for in TRL's four modes. Dropout is off
-by default, and never in what the trained log-probs are compared with.
-"""
+"""What the engine computes otherwise is corrected for in TRL's four modes; dropout is in no log-probs compared."""
 
 from __future__ import annotations
 

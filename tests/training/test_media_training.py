@@ -242,10 +242,7 @@ def test_a_run_writes_each_medium_once_and_goes_on_with_them(tmp_path, kind):
 
 @pytest.mark.slow
 def test_conversations_with_media_are_sampled_ahead(tmp_path):
-    """
-    They are those of a run that waits, and a resumed run goes on with those that are finished: steps end when the
-    batches ahead are, so that a checkpoint has them.
-    """
+    """They are those of a run that waits; a resumed run goes on with those that a checkpoint has."""
     found, options = [], {"learning_rate": 0.0, "save_strategy": "steps", "save_steps": 1}
     for staleness, resumed in ((0, False), (2, False), (2, True)):
         trainer, finished = small_trainer(SEES, tmp_path, **options, max_staleness=staleness), TrainerCallback()

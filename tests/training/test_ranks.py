@@ -153,10 +153,7 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
 
 @pytest.mark.parametrize("scenario", ["branches", "turns"])
 def test_one_kind_of_reward_is_enough_on_several_ranks(tmp_path, scenario):
-    """
-    NCCL's branch of accelerate cannot gather a tensor without elements; gloo's can. Conversations with outcome rewards
-    branch.
-    """
+    """NCCL's branch of accelerate gathers no tensor without elements; conversations with outcomes branch."""
     one, two = run_ranks(tmp_path / "1", 1, scenario), run_ranks(tmp_path / "2", 2, scenario, GATHER_AS_NCCL="1")
     torch.testing.assert_close(torch.tensor(one["learnt"]), torch.tensor(two["learnt"]), rtol=1e-4, atol=1e-6)
     assert one["turns"] == two["turns"] and one["credit"]["branch_to_go"].any()

@@ -42,10 +42,7 @@ class Stopper(StepEnv):
 
 
 def one_parameter(tokenizer):
-    """
-    A model that writes `GO` with the probability sigmoid(θ), and else `STOP`, after any context: all that it computes
-    is the same vector, so that the first column of its head are the logits. θ is the one of `GO`, and 0.
-    """
+    """Writes `GO` with the probability sigmoid(θ), else `STOP`; θ is in the first column of its head."""
     model = build_model(tokenizer, num_hidden_layers=1, tie_word_embeddings=False)
     head, (layer,) = model.lm_head.weight, model.model.layers
     with torch.no_grad():

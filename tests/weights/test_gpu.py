@@ -1,7 +1,4 @@
-"""
-The transfers between GPUs and within one, without GPUs: what is between the two ends is scripted, the rest is as in a
-run.
-"""
+"""Transfers between GPUs and within one, without GPUs: only what is between the two ends is scripted."""
 
 from __future__ import annotations
 

@@ -44,10 +44,7 @@ def has(replica, sync, step: str = "1") -> bool:
 
 @pytest.mark.parametrize("fault", ["500", "404", "204", "garbage", "cut", "closed"])
 def test_one_bad_answer_of_each_control_call_ends_no_run(replicas, sync_of, fault):
-    """
-    `cut`: the server did what it was asked, and nobody heard that it did. What says 204 or 404 at the start is no
-    server; later it is a proxy before one that is restarted.
-    """
+    """`cut`: done, and not heard. 204 or 404 is no server at the start, and later a proxy."""
     failed, begun = set(), fault not in ("404", "204")
 
     def first(path, updates, number):
