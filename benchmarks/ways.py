@@ -159,7 +159,8 @@ def tree(kind: str) -> Callable[[Qwen3ForCausalLM, Batch], Tensor]:
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                 tree_layout=layout,
             )
-        return hidden[torch.from_numpy(packed.predictor[packed.turn_order])]
+        by_turn = np.lexsort((packed.position_ids[packed.predictor], packed.turn, packed.tree))
+        return hidden[torch.from_numpy(packed.predictor[by_turn])]
 
     return method
 

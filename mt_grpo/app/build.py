@@ -10,6 +10,7 @@ import enum
 import json
 import logging
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, Field, asdict, dataclass, fields
@@ -34,7 +35,7 @@ from transformers import (
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mt_grpo.app.request import Request
-from mt_grpo.data import between_rates, check_apart, load_rows, naming_rows
+from mt_grpo.data import DatasetError, check_apart, fingerprint, load_rows, naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of
@@ -249,12 +250,50 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
 
     train = load(script.dataset_train_split)
     if script.dataset_filter is not None:
-        train = between_rates(train, script.dataset_filter["file"], *script.dataset_filter["between"])
+        train = _between_rates(train, script.dataset_filter["file"], *script.dataset_filter["between"])
     if not recipe.training.do_eval:
         return train, None
     if script.eval_datasets is None:
         return train, held_out()
     return train, {name: held_out(**one) for name, one in script.eval_datasets.items()}
+
+
+def _between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
+    """The rows of which a model passed from `low` to `high` of its attempts, as `rollout --difficulty` wrote them."""
+    if isinstance(rows, datasets.IterableDataset):
+        raise DatasetError("`dataset_filter` looks for each row in a file: leave `dataset_streaming` out.")
+    attempts: Counter[str] = Counter()
+    passed: defaultdict[str, float] = defaultdict(float)
+    try:
+        for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
+            found = json.loads(line)
+            rate, number, digest = found["rate"], found["attempts"], found["digest"]
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"`attempts` is {number!r}")
+            if number and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
+                raise ValueError(f"a `rate` is {rate!r}")
+            attempts[digest] += number
+            passed[digest] += rate * number if number else 0
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise DatasetError(
+            f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
+            "--difficulty` wrote."
+        ) from None
+    digests = [fingerprint(row)[1] for row in rows]
+    unknown = [place for place, each in enumerate(digests) if each not in attempts]
+    if unknown:
+        raise DatasetError(
+            f"{len(unknown)} of {len(rows)} training rows are not in {file}, the first is row {unknown[0]} (counted "
+            "from 0): the dataset or `column_mapping` changed since the file was written, or they were not sampled; "
+            "run `mt-grpo rollout --difficulty` again, or set `dataset_train_split` to rows that were."
+        )
+    means = [passed[each] / attempts[each] if attempts[each] else None for each in digests]
+    chosen = [place for place, mean in enumerate(means) if mean is not None and low <= mean <= high]
+    if not chosen:
+        raise DatasetError(
+            f"No training row has a rate between {low} and {high} in {file}: set `dataset_filter: between` wider."
+        )
+    return rows.select(chosen)
 
 
 def env_of_prompt(source: EnvSource, row: Row) -> MultiTurnToolEnv | None:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from datasets.utils.file_utils import is_local_path, xopen
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from mt_grpo.errors import ConfigError, UserError, describe_error
+from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
 from mt_grpo.media import BROKEN, MediumError, decode, media_to_digests, read_image
 from mt_grpo.options.values import parse_mapping
@@ -268,44 +267,6 @@ def fingerprint(row: Row) -> tuple[int, str]:
     """What tells the contents of a row from others: a checksum and a digest. An image counts by its own digest."""
     text = to_json(media_to_digests(row)).encode()
     return crc32(text), hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
-    """The rows of which a model passed from `low` to `high` of its attempts, as `rollout --difficulty` wrote them."""
-    if isinstance(rows, datasets.IterableDataset):
-        raise DatasetError("`dataset_filter` looks for each row in a file: leave `dataset_streaming` out.")
-    attempts: Counter[str] = Counter()
-    passed: defaultdict[str, float] = defaultdict(float)
-    try:
-        for line in Path(file).expanduser().read_text(encoding="utf-8").splitlines():
-            found = json.loads(line)
-            rate, number, digest = found["rate"], found["attempts"], found["digest"]
-            if not isinstance(number, int) or number < 0:
-                raise ValueError(f"`attempts` is {number!r}")
-            if number and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
-                raise ValueError(f"a `rate` is {rate!r}")
-            attempts[digest] += number
-            passed[digest] += rate * number if number else 0
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise DatasetError(
-            f"`dataset_filter` cannot read {file} ({describe_error(error)}): name a file that `mt-grpo rollout "
-            "--difficulty` wrote."
-        ) from None
-    digests = [fingerprint(row)[1] for row in rows]
-    unknown = [place for place, each in enumerate(digests) if each not in attempts]
-    if unknown:
-        raise DatasetError(
-            f"{len(unknown)} of {len(rows)} training rows are not in {file}, the first is row {unknown[0]} (counted "
-            "from 0): the dataset or `column_mapping` changed since the file was written, or they were not sampled; "
-            "run `mt-grpo rollout --difficulty` again, or set `dataset_train_split` to rows that were."
-        )
-    means = [passed[each] / attempts[each] if attempts[each] else None for each in digests]
-    chosen = [place for place, mean in enumerate(means) if mean is not None and low <= mean <= high]
-    if not chosen:
-        raise DatasetError(
-            f"No training row has a rate between {low} and {high} in {file}: set `dataset_filter: between` wider."
-        )
-    return rows.select(chosen)
 
 
 def had_text_prompts(rows: Rows | dict[str, Rows] | None) -> bool:

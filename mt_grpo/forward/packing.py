@@ -110,11 +110,6 @@ class Packed:
         )
         return found
 
-    @cached_property
-    def turn_order(self) -> np.ndarray:
-        """`(M,)` order that sorts the labels by tree, turn and place in the turn."""
-        return np.lexsort((self.position_ids[self.predictor], self.turn, self.tree))
-
     def at_least(self, size: int) -> Packed:
         """The row, with tokens that nothing sees at its end, where it has fewer than `size`."""
         length = len(self.input_ids)

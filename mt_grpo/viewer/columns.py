@@ -80,6 +80,11 @@ class Columns:
         self._made.clear()
         self._turns.clear()
 
+    @property
+    def rewards(self) -> list[str]:
+        """Names of the rewards that any row has."""
+        return self.rows.reward_names
+
     def numbers(self, name: str) -> np.ndarray:
         """A column of numbers of shape `(rows,)`, NaN for a row without one."""
         if name not in self._made:
@@ -141,11 +146,10 @@ class Columns:
         if name in _NUMBERS or name in _TEXTS or name in (SPREAD, SIGNAL, TOOL, *_NOTES, *_PER_TURN):
             return name
         name = name.removeprefix("reward.").removeprefix(REWARD)
-        for known in self.rows.reward_names:
+        for known in self.rewards:
             if name in (known, short_name(known)):
                 return REWARD + known
-        rewards = map(short_name, self.rows.reward_names)
-        names = [*_NUMBERS, SPREAD, SIGNAL, *_TEXTS, TOOL, *_NOTES, *_PER_TURN, *rewards]
+        names = [*_NUMBERS, SPREAD, SIGNAL, *_TEXTS, TOOL, *_NOTES, *_PER_TURN, *map(short_name, self.rewards)]
         near = did_you_mean(name, names)
         raise FilterError(f"There is no column {name!r}{near or ': there are ' + ', '.join(names)}.")
 

@@ -65,8 +65,7 @@ def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
         "distribution": _quantiles(number["reward"], step, first, last),
         "reward": _points(mean(number["reward"])),
         "rewards": {
-            short_name(name): _points(mean(columns.numbers(REWARD + name)[train]))
-            for name in columns.rows.reward_names
+            short_name(name): _points(mean(columns.numbers(REWARD + name)[train])) for name in columns.rewards
         },
         "turns": _points(mean(number["turns"])),
         "stops": {name: _points(share) for name, share in stops.items()},

@@ -110,7 +110,7 @@ class Queries:
             "steps": max(steps, default=0),
             **status(state, self._seconds(), self.run.folder),
             "evaluations": evaluations(self.columns),
-            "rewards": [short_name(name) for name in self.columns.rows.reward_names],
+            "rewards": [short_name(name) for name in self.columns.rewards],
         }
 
     def _seconds(self) -> float | None:

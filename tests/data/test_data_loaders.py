@@ -13,7 +13,8 @@ import pytest
 from huggingface_hub import constants
 from support.conversations import user
 
-from mt_grpo.data import DatasetError, as_messages, between_rates, check_apart, load_rows
+from mt_grpo.app.build import _between_rates
+from mt_grpo.data import DatasetError, as_messages, check_apart, load_rows
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.training.columns import _check_prompts
 from mt_grpo.training.model import resolve_model
@@ -265,7 +266,7 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path) -
     for line in (f'{{"rate": 0.5, "attempts": 1{"0" * 400}, "digest": "a"}}', "[" * 100_000):
         (tmp_path / "difficulty.jsonl").write_text(line)
         with pytest.raises(DatasetError, match="name a file that `mt-grpo rollout --difficulty` wrote"):
-            between_rates(datasets.Dataset.from_list([{"prompt": "a"}]), str(tmp_path / "difficulty.jsonl"), 0, 1)
+            _between_rates(datasets.Dataset.from_list([{"prompt": "a"}]), str(tmp_path / "difficulty.jsonl"), 0, 1)
 
 
 @pytest.mark.parametrize("config", ["{size: ", "size", "{size: 2026-99-99}", "[" * 1500])

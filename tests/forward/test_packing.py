@@ -35,7 +35,7 @@ def test_a_trained_first_token_is_refused():
 @pytest.mark.parametrize("trees", [[], [TokenTree()]])
 def test_nothing_packs_to_nothing(trees):
     packed = pack(trees)
-    assert not any(map(len, (packed.input_ids, packed.subtree_end, packed.label, packed.turn_order)))
+    assert not any(map(len, (packed.input_ids, packed.subtree_end, packed.label, packed.turn)))
 
 
 @settings(max_examples=300, deadline=None)
@@ -60,7 +60,7 @@ def test_every_prefix_is_forwarded_exactly_once_at_its_depth(forest):
 def test_every_sampled_token_is_scored_once_with_its_own_history(forest):
     packed = pack(trees := list(map(make_tree, forest)))
     scored, seen = {}, Counter()
-    for index in packed.turn_order.tolist():
+    for index in np.lexsort((packed.position_ids[packed.predictor], packed.turn, packed.tree)).tolist():
         turn = int(packed.tree[index]), int(packed.turn[index])
         flat, column, label = flatten(trees[turn[0]]), packed.column[index], int(packed.label[index])
         assert (flat.tokens[column], flat.turns[column]) == (label, turn[1])
