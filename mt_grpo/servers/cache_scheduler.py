@@ -22,10 +22,10 @@ _TOLD = 5  # looks after which it is known what a token takes
 _SAMPLES = 200  # that a mean remembers
 LOOK = 0.5
 """Seconds between two looks at the cache."""
-_CAUTION = 1.2
+_CAUTION = 1.45
 """How much more others may hold than is told of them, before this process takes more than its even share."""
 _REST = 5.0  # seconds from one cut of the share that is given away to the next
-_LOOKS = 10  # that the mean of what others hold remembers
+_LOOKS = 10  # that the means of what others hold remember
 _SLOWLY, _RECENT = 0.05, 0.98  # weights: of a look in what is busy, and of sums before it
 _UNKNOWN = 200.0  # tokens of an action, and of an observation, before any was seen
 _LESS, _MORE, _LEAST = 0.9, 1.01, 0.02  # the share given away: after preemptions, after any other look, at least
@@ -102,12 +102,12 @@ class CacheScheduler:
     """
     Decides which conversations of one server have their next turn: as many as fit into its cache after they have grown
     for `_AHEAD` turns. If they grow beyond it, the youngest wait. Where tools take longer than computing a prefix
-    again, all turns begin. The cache that tokens take is measured by the server's usage, and each process has its even
-    share of it, and more of what others leave.
+    again, all turns begin. The cache that tokens take is measured by the server's usage. Of processes that share it,
+    each takes as much as fits if all others take the same, or what they are seen to take.
     """
 
     def __init__(self, processes: int = 1) -> None:
-        self._processes, self._part = processes, 1 / processes
+        self._processes = processes
         self.capacity = float("inf")
         self.conversations: dict[str, _CachedConversation] = {}
         self._asking: dict[str, _CachedConversation] = {}
@@ -118,13 +118,14 @@ class CacheScheduler:
         self._away = self._busy = self._told_at = 0.0
         self._computed = self._computing = 0.0
         self._share, self._cut = 1.0, -_REST
-        self._room, self._kept, self._others = float("inf"), _Mean(), _Mean(most=_LOOKS)
+        self._held, self._held_running = _Mean(), _Mean()
+        self._others, self._size = _Mean(most=_LOOKS), _Mean(most=_LOOKS)
 
     def ask(self, session: str, tokens: int, now: float) -> None:
         """Notes that a conversation wants a turn after a context of so many tokens."""
         conversation = self.conversations.get(session)
         if not self.conversations:  # what others hold may have changed since
-            self._room, self._others = self._whole / self._processes, _Mean(most=_LOOKS)
+            self._others, self._size = _Mean(most=_LOOKS), _Mean(most=_LOOKS)
         if conversation is None:
             conversation = self.conversations[session] = _CachedConversation(self._next_rank())
         elif conversation.turns and not (conversation.running or conversation.asking):
@@ -140,9 +141,8 @@ class CacheScheduler:
         """The conversations whose turns begin: by what fits, or `all_of_them` that wait."""
         if not self._asking:
             return []
-        room = self._room / self._per_token
-        action, ahead = self._action.value, self._ahead
-        fits = self._tokens + len(self.conversations) * (action + ahead) <= room
+        action, ahead, number = self._action.value, self._ahead, len(self.conversations)
+        fits = self._fits(self._tokens + number * (action + ahead), number)
         if all_of_them or fits or self._away > self._longest_pause():
             return [self._let_in(session) for session in list(self._asking)]
         begin = list[str]()
@@ -162,13 +162,13 @@ class CacheScheduler:
                 continue
             younger = sorted((one for one in placed if one.rank > conversation.rank), key=lambda one: -one.rank)
             for one in younger:
-                if total > room and not one.running:
+                if not (self._fits(total, len(placed)) or one.running):
                     take(one)
             if (
-                total > room
-                and not younger
+                not younger
                 and not conversation.running
                 and (self._running or shared and len(placed) > 1)
+                and not self._fits(total, len(placed))
             ):
                 take(conversation)
             else:
@@ -177,7 +177,7 @@ class CacheScheduler:
             if conversation in placed or not conversation.asking:
                 continue
             need, number = conversation.tokens + action, len(placed) + 1
-            if (self._running or shared and placed) and total + need + ahead * number > room:
+            if (self._running or shared and placed) and not self._fits(total + need + ahead * number, number):
                 break
             placed.add(conversation)
             total += need
@@ -247,30 +247,31 @@ class CacheScheduler:
             )
             self._told.add(tokens / self._running)
             self._used.add(pressure.usage * pressure.capacity / pressure.running)
-        self._room = self._whole if self._processes == 1 else self._part_of(pressure, now)
+        holding = [one for one in self.conversations.values() if self._holds(one, now)]
+        if holding:
+            self._held.add(len(holding))
+            self._held_running.add(sum(one.running > 0 for one in holding))
+        if pressure.running:
+            self._size.add(pressure.usage * pressure.capacity / pressure.running)
+        others = max(0.0, pressure.running + pressure.waiting - sum(one.running for one in holding))
+        self._others.add(others * self._held.value / self._held_running.value if self._held_running.value else others)
+
+    def _fits(self, tokens: float, number: int) -> bool:
+        """Whether tokens of so many conversations fit beside others: each takes as much, or what is seen of them."""
+        tokens *= self._per_token
+        each = self._size.value + self._action.value / 2 if self._size.number else tokens / number
+        others = (self._processes - 1) * (number * each + tokens) / 2
+        if self._others.number:
+            others = min(others, _CAUTION * self._others.value * each)
+        return tokens + others <= self._whole
 
     @property
     def _whole(self) -> float:
-        """The tokens of the cache that are given away."""
-        return _FULL * self._share * self.capacity
-
-    def _part_of(self, pressure: Pressure, now: float) -> float:
-        """A cache's tokens for this process; others' conversations are told by their requests."""
-        holding = [one for one in self.conversations.values() if self._holds(one, now)]
-        running = sum(one.running > 0 for one in holding)
-        if running:
-            self._kept.add((len(holding) - running) / running)
-        each = pressure.usage * pressure.capacity / pressure.running if pressure.running else 0.0
-        others = max(0.0, pressure.running + pressure.waiting - sum(one.running for one in holding))
-        needed = others * (1 + self._kept.value) * (each + self._action.value / 2 + self._ahead)
-        self._others.add(needed)
-        own = sum(one.tokens + self._action.value + self._ahead for one in holding)
-        whole = self._whole
-        free = whole - _CAUTION * self._others.value - own
-        alone = self._others.value < whole / 100
-        taken = free if free < 0 or alone else free * self._part
-        self._part = min(1.0, 2 * self._part) if free > 0 and self._asking else 1 / self._processes
-        return max(whole / self._processes, own + taken)
+        """The tokens that may hold room: more than fit where tools take so long that their prefixes are worth less."""
+        held, running, longest = self._held.value, self._held_running.value, self._longest_pause()
+        worth = max(0.0, 1 - self._away / longest) if longest else 0.0
+        weighed = running + (held - running) * worth
+        return _FULL * self._share * self.capacity * (held / weighed if weighed else 1.0)
 
     @property
     def _per_token(self) -> float:

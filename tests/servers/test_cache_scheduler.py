@@ -84,6 +84,11 @@ ALONE = {
         "cache 3000; compute 3; 600: a=800 b=700 c=600 d=900 -> ab; end 600 ab 200; "
         f"look 660 usage={1 / 3} prefill_seconds=600 prefilled=60000; 660: -> cd"
     ),
+    # of ten seconds that its prefix is worth, eight are over
+    "a prefix is worth less room the longer its tool takes": (
+        "cache 3000; compute 3; 600: a=800 b=700 c=600 -> ab; end 600 a 200; "
+        f"look 608 usage={1 / 3} prefill_seconds=600 prefilled=60000; 608: -> c"
+    ),
     # 800 tokens for both
     "shared prompts let more in": (
         "cache 2000; 0: a=500 b=500 c=500 -> ab; " + "look 0 usage=0.4 running=2; " * 10 + "1: -> c"
@@ -103,11 +108,8 @@ OTHERS = "cache 5000; 0: a=1000 b=1000 c=1000 -> a; "
 BORROWED = OTHERS + "look 0.5 usage=0.25 running=1; 0.5: -> bc"
 SHARED = {
     "alone on a server: all of it, after an even share": BORROWED,
-    "what others hold is not taken": OTHERS + "look 0.5 usage=0.5 running=2; 0.5: ->",
-    # half of it at the first look, and all of it once the other process has left it
-    "free room is taken by and by": (
-        "cache 8000; 0: a=2500 b=2500 -> a; look 0.5 usage=0.3 running=2; 0.5: ->; look 1 usage=0.3 running=2; 1: -> b"
-    ),
+    "what others hold is not taken": OTHERS + "look 0.5 usage=0.6 running=2; 0.5: ->",
+    "free room is taken": "cache 8000; 0: a=2500 b=2500 -> a; look 0.5 usage=0.25 running=2; 0.5: -> b",
     "borrowed room is given back as others come": (
         BORROWED + "; end 1 abc 200" + "; look 1 usage=0.5 running=2" * 60 + "; 1: a=1200 b=1200 c=1200 -> a"
     ),
@@ -124,8 +126,16 @@ SHARED = {
 
 @pytest.mark.parametrize(
     ("processes", "script"),
-    [(1, script) for script in ALONE.values()] + [(2, script) for script in SHARED.values()],
-    ids=[*ALONE, *SHARED],
+    [
+        *((1, script) for script in ALONE.values()),
+        *((2, script) for script in SHARED.values()),
+        # more than a seventh of it, where the conversations of others are smaller
+        (
+            7,
+            "cache 28000; 0: a=1400 b=1400 -> ab; look 0.5 usage=0.7 running=14; end 1 ab 200; 2: a=2000 b=2000 -> ab",
+        ),
+    ],
+    ids=[*ALONE, *SHARED, "shares are told by numbers as well as by tokens"],
 )
 def test_who_begins_and_who_waits(processes, script):
     Scenario(processes).play(script)
