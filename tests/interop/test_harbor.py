@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from support.agents import Reciting, calling_tokenizer
@@ -319,6 +320,111 @@ def test_tampering_earns_nothing_and_the_run_goes_on(make_task, play, command):
 def test_what_is_in_place_of_the_tests_makes_way(make_task, play, command):
     (found,) = play(make_task("hello"), call(f"{HELLO}; {command}"), SUBMIT)
     assert found.env_rewards == {"reward": 1.0}, found.error
+
+
+@pytest.fixture
+def inside(make_task):
+    """Runs a coroutine function with a task's container, and returns what it returns."""
+
+    def run(work, name="hello", more=""):
+        folder, results = make_task(name), []
+        with (folder / name / "environment" / "Dockerfile").open("a") as dockerfile:
+            dockerfile.write(more)
+
+        async def talk(container):
+            results.append(await work(container))
+
+        async def hold():
+            begun = await trial.begin_trial(ENGINE, str(folder / name))
+            return await begun.talk_in(talk)
+
+        found = asyncio.run(hold())
+        assert results, found.error
+        return results[0]
+
+    return run
+
+
+def engine_processes():
+    """How many processes of the engine's there are for commands in containers."""
+    named = [each.info for each in psutil.process_iter(["name", "cmdline"])]
+    return sum(each["name"] == "conmon" or "exec" in (each["cmdline"] or ())[1:2] for each in named)
+
+
+SAYS = {
+    "echo out; echo err >&2; exit 3": ("out\nerr\n", 3),
+    "true": (None, 0),
+    "cat; printf '%s' \"a\\\\b\" 'é \t' '$x' '─'; printf '\\n\\n'": ("a\\b\u00e9 \t$x\u2500\n\n", 0),
+    "kill -9 $$": (None, 137),
+    "cat <<END\n one  \n\nEND\npwd; echo $OLDPWD": (" one  \n\n/app\n\n", 0),
+    "rm -r /app && mkdir /app && echo new > /app/file": (None, 0),
+    "cat file": ("new\n", 0),
+    "head -c 50000000 /dev/zero | tr '\\0' x": ("x" * 50_000_000, 0),
+    f": {'x' * 100_000}": (None, 0),
+}
+
+
+def test_one_process_of_the_engine_runs_all_scripts(inside):
+    async def work(container):
+        await container.exec("true")
+        before = engine_processes()
+        said = [await container.exec(script) for script in SAYS]
+        envs = [(await container.exec("env | sort")).stdout, "\n".join(alone(container, "env | sort"))]
+        used = engine_processes() - before
+        at_once = await asyncio.gather(*(container.exec(f"sleep .5; echo {number}") for number in range(3)))
+        return said, envs, used, [each.stdout for each in at_once]
+
+    before = engine_processes()
+    said, envs, used, at_once = inside(work)
+    assert [(each.stdout, each.return_code) for each in said] == list(SAYS.values())
+    assert envs[0].split() == envs[1].split() and used == 0 and at_once == ["0\n", "1\n", "2\n"]
+    assert engine_processes() == before
+
+
+def alone(container, script):
+    """What a script prints that has an exec of its own."""
+    return engine("exec", container._container, "bash", "-c", script)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_script_that_takes_too_long_leaves_no_process(inside, cancelled):
+    async def work(container):
+        await container.exec("sleep 4320 > /dev/null 2>&1 &")
+        script = "timeout 99 bash -c 'sleep 4321 & sleep 4322'"
+        said = "cancelled"
+        try:
+            limited = container.exec(script, timeout_sec=None if cancelled else 2)
+            await asyncio.wait_for(limited, 2 if cancelled else None)
+        except TimeoutError:
+            pass
+        except RuntimeError as error:
+            said = str(error)
+        return said, alone(container, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"), engine_processes()
+
+    before = engine_processes()
+    said, runs, _ = inside(work)
+    assert said == ("cancelled" if cancelled else "Command timed out after 2 seconds")
+    assert [each for each in runs if each.startswith("432")] == ["4320"] and engine_processes() == before
+
+
+def test_scripts_run_after_their_session_was_killed(inside):
+    async def work(container):
+        killed = await container.exec("echo first; kill -9 -1")
+        after = await container.exec("echo next; (sleep 1; kill -9 -1) > /dev/null 2>&1 &")
+        await asyncio.sleep(2.0)
+        return killed, after, await container.exec("echo last", user="root")
+
+    killed, after, last = inside(work)
+    assert (killed.stdout, killed.return_code) == ("first\n", 137)
+    assert (after.stdout, last.stdout, last.return_code) == ("next\n", "last\n", 0)
+
+
+def test_a_script_has_the_rights_of_its_user(inside):
+    async def work(container):
+        users = ("root", None, 1, "root", None)
+        return [(await container.exec("id -u", user=user)).stdout.strip() for user in users]
+
+    assert inside(work, "user", "RUN chmod 777 /app\nUSER nobody\n") == ["0", "65534", "1", "0", "65534"]
 
 
 def test_sixty_four_conversations_at_once_all_end(make_task, play):

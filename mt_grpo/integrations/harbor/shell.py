@@ -42,7 +42,7 @@ SHOWN = 16_000
 GRACE = 15.0  # seconds beyond a command's own in which its container has to answer
 MARK = "mt-grpo-shell"  # begins the line with what a command came to; runtimes write messages of their own before it
 TIMED_OUT = 124  # the exit code of a command that took too long, as `timeout` has it
-_KILLED = 137  # the exit code of a command that ended its own shell
+KILLED = 137  # the exit code of a command that ended its own shell
 _SPOILT = "The shell runs no commands any more, also after it was begun again."
 
 SCRIPT = r"""
@@ -121,7 +121,7 @@ class Shell:
             output, exit_code = await self._framed(command, self._seconds)
         except ShellError as error:
             await self._recover(str(error))
-            output, exit_code = "[The command ended the shell. It was begun again.]", _KILLED
+            output, exit_code = "[The command ended the shell. It was begun again.]", KILLED
         seconds = time.monotonic() - begun
         text = output.rstrip("\n")
         if exit_code == TIMED_OUT:

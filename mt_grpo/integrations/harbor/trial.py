@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
+import re
+import shlex
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -43,7 +46,7 @@ from mt_grpo.integrations.harbor.containers import (
     owner,
     write_overlay,
 )
-from mt_grpo.integrations.harbor.shell import GRACE
+from mt_grpo.integrations.harbor.shell import GRACE, KILLED
 from mt_grpo.integrations.openai_api.conversation import Conversation
 
 _DOWN_AGAIN = (2.0, 5.0, 10.0, 20.0)  # seconds between attempts to take a container down
@@ -58,6 +61,29 @@ ls -l /proc/[0-9]*/fd 2> /dev/null | grep -oE '^/proc/[0-9]+|socket:.[0-9]+'
 echo over
 """
 _ROUNDS = 3  # of ending what an agent left running, which may begin more meanwhile
+_SESSION = r"""
+exec 2> /dev/null
+printf '%s:%s:%s\n' $0 $$ $(id -u)
+place=$PWD
+cd /
+while read -r mark shell script; do
+    (cd "$place" && unset OLDPWD && exec $shell -c "$(printf %b "$script")") < /dev/null 2>&1
+    printf '%s:%s\n' $mark $?
+done
+"""
+_KILL = """
+tree=' PID '
+for round in 1 2 3 4 5 6 7 8; do
+    for p in /proc/[0-9]*; do
+        read -r s < $p/stat && set -- ${s##*) } &&
+            case $tree in *" ${p#/proc/} "*) ;; *" $2 "*) tree="$tree${p#/proc/} " ;; esac
+    done
+done 2> /dev/null
+kill -9 $tree
+"""
+_EMPTY = 'cd FOLDER && for f in * .[!.]* ..?*; do [ ! -e "$f" ] && [ ! -L "$f" ] || exit; done && printf empty'
+_AS_ROOT = ("--user", "0")
+_END_SECONDS = 5  # in which a session has to end
 
 
 class _Running(NamedTuple):
@@ -86,6 +112,79 @@ class _Running(NamedTuple):
         return cls(set(parents), set(ports.values()), serving)
 
 
+class _Session:
+    """
+    A process in a container that runs scripts there, one after another: it costs the engine fifty times what a script
+    in it does. Over the engine's socket podman would keep two processes of each script for five minutes.
+    """
+
+    def __init__(self, words: tuple[str, ...], mark: str, process: asyncio.subprocess.Process) -> None:
+        self.words, self.pid, self.user, self.busy = words, "", "", False
+        self._mark, self._process = mark, process
+
+    @classmethod
+    async def begin(cls, words: tuple[str, ...], *command: str) -> _Session:
+        pipe, mark = asyncio.subprocess.PIPE, uuid4().hex
+        process = await asyncio.create_subprocess_exec(
+            *command, "sh", "-c", _SESSION, mark, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT
+        )
+        return cls(words, mark, process)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    def serves(self, words: tuple[str, ...]) -> bool:
+        """Whether it is idle, and runs scripts with these options of the engine's."""
+        return not self.busy and (words == self.words or (words, self.words, self.user) == (_AS_ROOT, (), "0"))
+
+    async def run(self, shell: str, script: str) -> ExecResult:
+        """What a script prints and its exit code; those of the session where that ends first."""
+        assert self._process.stdin is not None
+        self.busy = True
+        if not self.pid:
+            said, told = await self._answer(self._mark)
+            if not told:
+                return ExecResult(stdout=said or None, return_code=await self._process.wait() or KILLED)
+            self.pid, self.user = told
+        mark = uuid4().hex
+        self._process.stdin.write(f"{mark} {shell} ".encode() + _escaped(script) + b"\n")
+        said, told = await self._answer(mark)
+        code = int(told[0]) if told else await self._process.wait() or KILLED
+        self.busy = False
+        return ExecResult(stdout=said or None, return_code=code)
+
+    async def _answer(self, mark: str) -> tuple[str, list[str]]:
+        """What is printed until the line that begins with a mark, and the words there; none where it never comes."""
+        assert self._process.stdout is not None
+        said, begins, read, words = bytearray(), f"{mark}:".encode(), 0, list[str]()
+        while chunk := await self._process.stdout.read(2**16):
+            said += chunk
+            if (at := said.find(begins, read)) < 0:
+                read = max(0, len(said) - len(begins))
+            elif (end := said.find(b"\n", at)) >= 0:
+                words = said[at:end].decode().split(":")[1:]
+                del said[at:]
+                break
+        return said.decode(errors="replace"), words
+
+    async def end(self) -> None:
+        """Lets it end, as it does where it runs no script."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+def _escaped(script: str) -> bytes:
+    """A script in one line, for `printf %b`."""
+    return re.sub(rb"[^!-~]|\\", lambda found: b"\\0%03o" % ord(found[0]), os.fsencode(script))
+
+
 class _Prepared(DockerEnvironment):
     """Starts from an image that is there, and adds the overlay of `write_overlay`."""
 
@@ -97,6 +196,7 @@ class _Prepared(DockerEnvironment):
             options["task_env_config"] = config.model_copy(update={"docker_image": self._image.name})
         self._container: str | None = None
         self._before: _Running | None = None
+        self._sessions: list[_Session] = []
         self.spoilt = False  # whether the agent removed what the container begins with
         place = options["trial_paths"].trial_dir / f"{options['session_id']}.json"
         overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=config.storage_mb)
@@ -110,6 +210,7 @@ class _Prepared(DockerEnvironment):
 
     async def stop(self, delete: bool) -> None:
         try:
+            await self._end(*self._sessions)  # podman waits ten seconds for them
             await super().stop(delete)
         finally:
             if self._copy is not None:
@@ -135,6 +236,8 @@ class _Prepared(DockerEnvironment):
 
     async def _run_docker_compose_command(self, command: list[str], *arguments: Any, **options: Any) -> ExecResult:
         """Takes containers down again where that fails: the engine's service may be restarting."""
+        if command == ["down", "--remove-orphans"]:  # before a start, whose project is new
+            return ExecResult(return_code=0)
         for seconds in (*_DOWN_AGAIN, None):
             try:
                 return await super()._run_docker_compose_command(command, *arguments, **options)
@@ -145,7 +248,7 @@ class _Prepared(DockerEnvironment):
         raise AssertionError("the last of them raises")
 
     async def _compose_exec(self, command: str, *, service: str, **options: Any) -> ExecResult:
-        """Asks the engine itself: compose takes twice as long, and leaves processes behind over podman."""
+        """Asks the container itself: compose takes long, and leaves processes behind over podman."""
         if service != MAIN_SERVICE_NAME:
             return await super()._compose_exec(command, service=service, **options)
         folder, variables, user = options["cwd"], options["env"] or {}, options["user"]
@@ -153,8 +256,35 @@ class _Prepared(DockerEnvironment):
         words += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         # a name is looked up in files
         words += [] if user is None else ["--user", "0" if user == "root" else str(user)]
-        command_line = *words, await self._main(), *self._platform.exec_shell_args(command)
-        return await self._ask("exec", *command_line, seconds=options["timeout_sec"])
+        return await self._in_session(tuple(words), "bash", command, options["timeout_sec"])
+
+    async def _in_session(self, words: tuple[str, ...], shell: str, script: str, seconds: float | None) -> ExecResult:
+        """Runs a script in an idle session with those options, or in a new one; both end where it takes too long."""
+        self._sessions = [each for each in self._sessions if not each.ended]
+        session = next((each for each in self._sessions if each.serves(words)), None)
+        try:
+            async with asyncio.timeout(seconds or None):
+                if session is None:
+                    command = self._engine_cmd("exec", "--interactive", *words, await self._main())
+                    session = await _Session.begin(words, *command)
+                    self._sessions.append(session)
+                return await session.run(shell, script)
+        except BaseException as error:
+            if session is not None:
+                await self._end(session)
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(f"Command timed out after {seconds} seconds") from None  # as Harbor says it
+            raise
+
+    async def _end(self, *sessions: _Session) -> None:
+        """Ends sessions, and what they still run."""
+        self._sessions = [each for each in self._sessions if each not in sessions]
+        for each in sessions:
+            if each.busy and each.pid and not each.ended:
+                command = *_AS_ROOT, await self._main(), "sh", "-c", _KILL.replace("PID", each.pid)
+                with suppress(RuntimeError):
+                    await self._ask("exec", *command, seconds=_END_SECONDS)
+            await each.end()
 
     async def begin_again(self) -> None:
         """Starts the container again; raises where it was ended by others than its own limit of memory."""
@@ -162,6 +292,7 @@ class _Prepared(DockerEnvironment):
         state = await self._ask("inspect", "--format", "{{.State.Running}} {{.State.OOMKilled}}", name)
         if "true" not in (state.stdout or ""):  # nothing in it can kill its first process
             raise TaskError(f"The container was ended from outside of it, or is gone: {(state.stdout or '').strip()}")
+        sessions, self._sessions = self._sessions, []
         try:  # as it was started
             await self._run_docker_compose_command(["restart", "--timeout", "0", MAIN_SERVICE_NAME])
         except RuntimeError:
@@ -169,6 +300,8 @@ class _Prepared(DockerEnvironment):
             if begun.return_code and "exec:" not in (said := begun.stdout or "") and "executable file" not in said:
                 raise
             self.spoilt = begun.return_code != 0
+        for each in sessions:
+            await each.end()
 
     async def work(self, run: Callable[..., Awaitable[None]], **arguments: Any) -> None:
         """
@@ -208,22 +341,37 @@ class _Prepared(DockerEnvironment):
         return False
 
     async def _running(self) -> _Running | None:
-        """What runs in the container; nothing where it does not say."""
-        return _Running.read(await self._as_root(_RUNNING))
+        """What runs in the container but for our own; nothing where it does not say."""
+        found = _Running.read(await self._as_root(_RUNNING))
+        return found and found._replace(processes=found.processes - {each.pid for each in self._sessions})
 
     async def _as_root(self, script: str) -> str:
         """What a script prints in the container; nothing where it takes too long."""
         with suppress(RuntimeError):
-            said = await self._ask("exec", "--user", "0", await self._main(), "sh", "-c", script, seconds=int(GRACE))
-            return said.stdout or ""
+            return (await self._in_session(_AS_ROOT, "sh", script, GRACE)).stdout or ""
         return ""
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        if any(Path(source_dir).iterdir()):
+            await super().upload_dir(source_dir, target_dir)
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        """Copies nothing of an empty folder, as those of logs and of what a task asks for mostly are."""
+        if await self._as_root(_EMPTY.replace("FOLDER", shlex.quote(source_dir))) != "empty":
+            await super().download_dir(source_dir, target_dir)
+
+    @classmethod
+    @functools.cache
+    def _detect_daemon_os(cls) -> str | None:
+        """Asks once: all conversations of the process wait meanwhile."""
+        return super()._detect_daemon_os()
 
     async def _main(self) -> str:
         if self._container is None:
             self._container = await self._platform._resolve_service_container(MAIN_SERVICE_NAME)
         return self._container
 
-    async def _ask(self, *command: str, seconds: int | None = int(ENGINE_SECONDS)) -> ExecResult:
+    async def _ask(self, *command: str, seconds: int = int(ENGINE_SECONDS)) -> ExecResult:
         process = await asyncio.create_subprocess_exec(
             *self._engine_cmd(*command),
             stdin=asyncio.subprocess.DEVNULL,
