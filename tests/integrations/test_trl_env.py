@@ -229,8 +229,8 @@ def raises():
     ("factory", "problem"),
     [
         (3, "`environment_factory` is 3, which cannot be called"),
-        (lambda row: row, "is called without arguments, and raised TypeError"),
-        (raises, "`environment_factory` raises makes nothing without arguments (ZeroDivisionError: in the fac"),
+        (lambda row: row, "makes nothing without arguments .TypeError"),
+        (raises, "`environment_factory` raises makes nothing without arguments .ZeroDivisionError: in the fac"),
         (NoReset, "`environment_factory` NoReset makes NoReset, which has no `reset`"),
         (Undescribed, "The tool 'act' has no docstring"),
     ],
