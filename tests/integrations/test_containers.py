@@ -29,7 +29,7 @@ ENGINE = r"""#!/bin/bash
 cd {place}; echo "$@" >> asked; [ ! -e broken ] || {{ echo "$(cat broken)"; echo "$(cat broken)" >&2; exit 1; }}
 case "$1 $2" in
   *" inspect") kind=$1; shift 2; [ "$kind" != image ] || [ -e "image-$1.json" ] || exec test -e "image.${{1//\//_}}"
-    echo "[$(for name; do cat "$kind-$name.json"; echo ,; done | sed '$d')]";;
+    echo "[$(for name; do cat "$kind-$name.json"; echo; echo ,; done | sed '$d')]";;
   run*) bash -c "${{@: -1}}" 2>&1;;
   build*) sleep 0.2; [ ! -e "${{@: -1}}/fails" ] || {{ echo "no such base"; exit 2; }}; touch "image.${{3//\//_}}";;
   pull*) echo "registry cannot be reached"; exit 2;;
