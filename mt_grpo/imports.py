@@ -192,9 +192,12 @@ def choose(name: str, value: Any, known: Iterable[str]) -> None:
 
 
 def need_library(name: str, what: str, install: str) -> None:
-    """Refuses `what` where the library that it needs is not installed."""
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{what} needs `{name}`, which is not installed: `pip install {install}`.")
+    """Refuses `what` where the library that it needs is not installed, or cannot be imported."""
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        why = "is not installed" if getattr(error, "name", None) == name else f"cannot be imported ({error})"
+        raise ConfigError(f"{what} needs `{name}`, which {why}: `pip install {install}`.") from error
 
 
 def in_home(path: str) -> Path:

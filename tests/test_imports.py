@@ -11,8 +11,9 @@ from support.registered import keep
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, advantage_estimator
 from mt_grpo.data import SCHEMAS, DatasetError, dataset_schema, load_rows
 from mt_grpo.envs.protocols import PROTOCOLS, call_protocol
+from mt_grpo.errors import ConfigError
 from mt_grpo.forward.attention import KERNELS, attention_kernel
-from mt_grpo.imports import ImportPathError, RegistrationError, Registry, import_file, import_object
+from mt_grpo.imports import ImportPathError, RegistrationError, Registry, import_file, import_object, need_library
 from mt_grpo.rewards import REWARDS, RewardListError, load_rewards, reward
 from mt_grpo.tools import tool
 from mt_grpo.tools.loading import TOOLS
@@ -148,3 +149,15 @@ def test_a_file_may_import_what_stands_beside_it(tmp_path, monkeypatch):
     (tmp_path / "plugin.py").write_text("from beside_of_a_plugin import word")
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert import_object(f"{tmp_path / 'plugin.py'}:word") == "Lima"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(None, "is not installed"), ("import of_another", r"cannot be imported \(No module named 'of_another'\)")],
+)
+def test_a_library_that_is_missing_or_broken_is_named(tmp_path, monkeypatch, text, why):
+    monkeypatch.syspath_prepend(tmp_path)
+    if text is not None:
+        (tmp_path / "games_of_a_test.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"A game needs `games_of_a_test`, which {why}: `pip install games`"):
+        need_library("games_of_a_test", "A game", "games")
