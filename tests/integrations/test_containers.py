@@ -136,11 +136,12 @@ def has(engine, request):
         ("network", "alone", {OWNER: GONE}),
         ("volume", "dead_data", {PROJECT: "dead"}),
         ("image", "1234", {OWNER: GONE, "words": "a=b,c"}),
+        ("image", "untagged", {OWNER: GONE}),
     ]
     for kind, name, labels in found:
         told = {"Name": f"/{name}" if docker else name, "Config": {"Labels": labels}}
         if kind == "image":
-            told = {"Id": name, "RepoTags": ["mt-grpo:copy"], "Config": {"Labels": labels}}
+            told = {"Id": name, "RepoTags": ["mt-grpo:copy"] * (name == "1234"), "Config": {"Labels": labels}}
         elif kind != "container":
             told = {"Name": name, "Labels": labels} if docker or kind == "volume" else {"name": name, "labels": labels}
         (engine / f"{kind}-{name}.json").write_text(json.dumps(told))
@@ -154,7 +155,7 @@ def has(engine, request):
 
 DEAD = [
     *("container dead-main", "container dead-redis", "network dead_default", "volume dead_data", "network alone"),
-    "image mt-grpo:copy",
+    *("image mt-grpo:copy", "image untagged"),
 ]
 
 

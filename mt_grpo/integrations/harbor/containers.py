@@ -150,9 +150,8 @@ def _listed(engine: str, kind: str, label: str) -> list[_Found]:
     for each in json.loads(_ask(engine, kind, "inspect", *names).stdout or "[]") if names else ():
         told = {key.lower(): value for key, value in each.items()}
         labels = told.get("labels") or (told.get("config") or {}).get("Labels") or {}
-        found.append(
-            _Found(kind, [*(told.get("repotags") or ()), told.get("name"), told.get("id")][0].lstrip("/"), labels)
-        )
+        name = [*(told.get("repotags") or ()), told.get("name") or told.get("id")][0]  # an image may have lost its tag
+        found.append(_Found(kind, name.lstrip("/"), labels))
     return found
 
 
