@@ -22,7 +22,6 @@ import httpx
 from datasets.exceptions import DatasetsError
 from datasets.utils.file_utils import is_local_path, xopen
 from huggingface_hub import constants
-from huggingface_hub.file_download import repo_folder_name
 
 from mt_grpo.errors import ConfigError, UserError
 from mt_grpo.imports import FORMATS, Registry, check_name, did_you_mean, looks_like_path
@@ -328,7 +327,7 @@ def _load(source: str, split: str, config: str | None, streaming: bool) -> tuple
         raise DatasetError(f"There is no file or folder {source!r} (the current folder is {Path.cwd()}).")
     else:
         arguments = {"path": source, "name": config}
-        fetched = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source, repo_type="dataset"))
+        fetched = Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}")
         # of what was fetched before `datasets` says what is not there
         cached = fetched.exists() or Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")).exists()
         if not constants.HF_HUB_OFFLINE and not cached and (fault := hub_fault()):

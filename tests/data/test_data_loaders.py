@@ -408,6 +408,8 @@ def test_a_hub_that_is_out_of_reach_is_named(closed: Path, monkeypatch: pytest.M
         resolve_model("some/thing")
     with pytest.raises(DatasetError, match=rf"'trivaqa' .* the nearest is 'triviaqa': .* {NOBODY} cannot be reached"):
         load_rows("trivaqa", "train")
+    with pytest.raises(DatasetError, match=rf"'puzzles:chain' is neither .* {NOBODY} cannot be reached"):
+        load_rows("puzzles:chain", "train")  # no name that the Hub would take
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="since `HF_HUB_OFFLINE` is set"):
         resolve_model("some/thing")
