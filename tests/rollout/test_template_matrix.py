@@ -182,6 +182,14 @@ def test_whatever_a_template_does_with_a_content_is_done(expression):
             assert render.cache.text(replies) == render(replies)
 
 
+def test_a_kind_of_reply_that_is_known_is_not_rendered():
+    render = Counted(EACH.replace("EXPRESSION", "m.role ~ ':' ~ m.content"))
+    for passage in PASSAGES:
+        render.cache.text([text(passage)])
+        render.cache.text([text(passage), text(passage)])
+    assert render.times == 4  # two kinds: the first of each, and its probe
+
+
 def test_names_without_end_do_not_fill_the_memory():
     render = Counted("{% for m in messages %}{{ m.content }}{% endfor %}")
     cache = _SuffixCache("", render)
