@@ -49,6 +49,7 @@ __all__ = [
     "score_trajectories",
     "spread",
 ]
+__all__ += [name for name, made in vars(builtin).items() if isinstance(made, RewardFunc)]  # as `import *` had them
 
 
 def __getattr__(name: str) -> Any:

@@ -450,3 +450,4 @@ def test_each_is_found_by_the_name_it_reports():
     for name, reward_class in rewards.REWARDS.items():
         (loaded,) = load_rewards([name], next(kind for kind, base in kinds.items() if issubclass(reward_class, base)))
         assert type(loaded) is reward_class is type(getattr(rewards, name)) and loaded.name == name
+        assert name in rewards.__all__
