@@ -149,7 +149,7 @@ class MultiTurnToolEnv(StepEnv):
         return self.start(row["prompt"])
 
     async def step(self, turn: Turn) -> Step:
-        """Runs the calls of the turn the model just took, as the call protocol read it, and replies."""
+        """Runs the calls of the turn the model just took, and replies."""
         if turn.answer is not None:
             return Step(done=StopReason.ANSWERED, answer=turn.answer)
         if turn.index >= self.max_steps:
