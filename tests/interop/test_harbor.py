@@ -345,10 +345,15 @@ def inside(make_task):
     return run
 
 
-def engine_processes():
-    """How many processes of the engine's there are for commands in containers."""
-    named = [each.info for each in psutil.process_iter(["name", "cmdline"])]
-    return sum(each["name"] == "conmon" or "exec" in (each["cmdline"] or ())[1:2] for each in named)
+def engine_processes(expected=None):
+    """How many processes of the engine's there are for commands in containers; those that end are waited for."""
+    end = time.monotonic() + 30
+    while True:
+        named = [each.info for each in psutil.process_iter(["name", "cmdline"])]
+        found = sum(each["name"] == "conmon" or "exec" in (each["cmdline"] or ())[1:2] for each in named)
+        if expected in (None, found) or time.monotonic() > end:
+            return found
+        time.sleep(0.2)
 
 
 SAYS = {
@@ -370,7 +375,7 @@ def test_one_process_of_the_engine_runs_all_scripts(inside):
         before = engine_processes()
         said = [await container.exec(script) for script in SAYS]
         envs = [(await container.exec("env | sort")).stdout, "\n".join(alone(container, "env | sort"))]
-        used = engine_processes() - before
+        used = engine_processes(before) - before
         at_once = await asyncio.gather(*(container.exec(f"sleep .5; echo {number}") for number in range(3)))
         return said, envs, used, [each.stdout for each in at_once]
 
@@ -378,7 +383,7 @@ def test_one_process_of_the_engine_runs_all_scripts(inside):
     said, envs, used, at_once = inside(work)
     assert [(each.stdout, each.return_code) for each in said] == list(SAYS.values())
     assert envs[0].split() == envs[1].split() and used == 0 and at_once == ["0\n", "1\n", "2\n"]
-    assert engine_processes() == before
+    assert engine_processes(before) == before
 
 
 def alone(container, script):
@@ -404,7 +409,7 @@ def test_a_script_that_takes_too_long_leaves_no_process(inside, cancelled):
     before = engine_processes()
     said, runs, _ = inside(work)
     assert said == ("cancelled" if cancelled else "Command timed out after 2 seconds")
-    assert [each for each in runs if each.startswith("432")] == ["4320"] and engine_processes() == before
+    assert [each for each in runs if each.startswith("432")] == ["4320"] and engine_processes(before) == before
 
 
 def test_scripts_run_after_their_session_was_killed(inside):
@@ -419,12 +424,25 @@ def test_scripts_run_after_their_session_was_killed(inside):
     assert (after.stdout, last.stdout, last.return_code) == ("next\n", "last\n", 0)
 
 
+def test_tests_are_run_by_no_process_that_the_agent_saw(inside):
+    async def work(container):
+        seen = []
+
+        async def agent():
+            seen.append((await container.exec("echo $PPID", user="root")).stdout.strip())
+
+        await container.work(agent)
+        return seen[0] in alone(container, "ls /proc")
+
+    assert not inside(work)
+
+
 def test_a_script_has_the_rights_of_its_user(inside):
     async def work(container):
         users = ("root", None, 1, "root", None)
         return [(await container.exec("id -u", user=user)).stdout.strip() for user in users]
 
-    assert inside(work, "user", "RUN chmod 777 /app\nUSER nobody\n") == ["0", "65534", "1", "0", "65534"]
+    assert inside(work, "user", "RUN chmod 777 /app\nUSER 65534\n") == ["0", "65534", "1", "0", "65534"]
 
 
 def test_sixty_four_conversations_at_once_all_end(make_task, play):

@@ -310,6 +310,7 @@ class _Prepared(DockerEnvironment):
         """
         before = self._before = await self._running()
         (raised,) = await asyncio.gather(run(**arguments), return_exceptions=True)
+        await self._end(*self._sessions)  # root can get into them
         ports = before.ports if before else set()
         if not before or not await self._ended(before):
             await self.begin_again()
