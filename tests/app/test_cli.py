@@ -14,9 +14,14 @@ from support.app_fixtures import SAVE
 from support.models import build_model, build_tokenizer
 from support.registered import keep_estimators
 
+from mt_grpo import MTGRPOEnvTrainer
 from mt_grpo.cli import main
+from mt_grpo.credit import CreditError
+from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.rewards import OutcomeReward
+from mt_grpo.rollout import RolloutError
 from mt_grpo.runlog import open_run, read_trajectories
+from mt_grpo.training.model import NonFiniteError
 
 
 class Broken(OutcomeReward):
@@ -88,6 +93,19 @@ def test_a_reward_that_raises_later_leaves_a_checkpoint(recipe, tmp_path, refuse
     assert f"in {__file__}, line {Broken.score.__code__.co_firstlineno + 3}, in score" in line
     assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
     assert len(list(read_trajectories(tmp_path / "run"))) == 2 * 4
+
+
+@pytest.mark.parametrize("kind", [CreditError, NonFiniteError, RolloutError, ServerGoneError, WeightSyncError])
+def test_what_ends_a_run_leaves_a_checkpoint(recipe, tmp_path, refused, monkeypatch, kind):
+    def training_step(trainer, *args, **options):
+        if trainer.state.global_step:
+            raise kind("It ended.")
+        return steps(trainer, *args, **options)
+
+    steps = MTGRPOEnvTrainer.training_step
+    monkeypatch.setattr(MTGRPOEnvTrainer, "training_step", training_step)
+    assert "It ended. What was learnt up to step 1 is in " in refused("train", *recipe(do_eval=False))
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("command", ["train", "rollout"])
