@@ -198,7 +198,7 @@ def test_a_trainer_that_fails_leaves_no_server(served, monkeypatch):
         started.extend(children())
         raise ConfigError("as it happens")
 
-    monkeypatch.setattr(starting, "weight_sync", fails)
+    monkeypatch.setattr(starting, "_weight_sync", fails)
     with pytest.raises(ConfigError, match="as it happens"):
         served()
     assert not psutil.wait_procs(started, 60)[1]
