@@ -34,7 +34,7 @@ from mt_grpo.integrations.harbor import HarborEnv, HarborTasks
 from mt_grpo.integrations.harbor.bubblewrap import check_usable
 from mt_grpo.rollout import RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 
-AT_ONCE, POOL = 8, 4
+AT_ONCE, POOL = 8, 8
 BOUND, HIDDEN = 0.8, 0.9
 PROGRAMS = ("conmon", "docker-compose", "runc")
 
