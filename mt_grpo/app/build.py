@@ -35,7 +35,8 @@ from transformers import (
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mt_grpo.app.request import Request
-from mt_grpo.data import DatasetError, check_apart, fingerprint, load_rows, naming_rows
+from mt_grpo.data import DatasetError, check_apart, fingerprint, load_rows
+from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
 from mt_grpo.envs.source import COLUMN, source_of

@@ -26,9 +26,9 @@ from mt_grpo.options.table import Values
 from mt_grpo.options.values import parse_mapping
 from mt_grpo.runlog import Run, open_run
 from mt_grpo.runlog.files import folders_made
+from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import adapter_settings, find_trained
 from mt_grpo.training.model import resolve_base, resolve_model
-from mt_grpo.training.step_log.records import write_card
 
 USAGE = {
     "merge": """usage: mt-grpo merge RUN [--to FOLDER] [--checkpoint N] [--trust_remote_code]

@@ -21,7 +21,7 @@ from mt_grpo.app.build import HIDDEN_TOOLS, build_recipe, env_of_prompt, first_r
 from mt_grpo.app.commands import server_vllm
 from mt_grpo.app.request import Request, check_writable
 from mt_grpo.concurrency import run
-from mt_grpo.data import naming_rows
+from mt_grpo.data.images import naming_rows
 from mt_grpo.doctor.context import FAIL, OK, WARN, Check, Lines, NotKnown, RunFacts
 from mt_grpo.doctor.plan import PLAN, probe
 from mt_grpo.envs import MultiTurnToolEnv

@@ -16,14 +16,8 @@ from datasets import Audio, Dataset, Image, IterableDataset, List
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from mt_grpo.data import (
-    DatasetError,
-    ImageOfRowError,
-    as_messages,
-    lacks_column,
-    with_contents_of_one_kind,
-    with_own_opener,
-)
+from mt_grpo.data import DatasetError, as_messages, lacks_column, with_contents_of_one_kind
+from mt_grpo.data.images import ImageOfRowError, with_own_opener
 from mt_grpo.envs import EnvSource
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.forward.media import media_tokens

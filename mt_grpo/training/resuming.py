@@ -25,13 +25,14 @@ from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import GRPOTrainer
 
-from mt_grpo.data import naming_rows
+from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.source import tool_names
 from mt_grpo.errors import ConfigError
 from mt_grpo.preemption import PreemptedError, heard, listening
 from mt_grpo.runlog.files import Heartbeat, Silence, to_json
 from mt_grpo.runlog.schema import FOLDER
+from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import (
     BEST,
     MADE_WITH,
@@ -56,7 +57,7 @@ from mt_grpo.training.preflight import check_batch_sizes, left_by_runs, locked
 from mt_grpo.training.ranks import check_same, clear_checkpoint, keep_checkpoint, keep_records
 from mt_grpo.training.rollout_batch import Columns
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress, StepLog, serving
-from mt_grpo.training.step_log.records import versions, write_card
+from mt_grpo.training.step_log.records import versions
 from mt_grpo.training.teacher import TeacherWeights
 from mt_grpo.trajectory import Row
 

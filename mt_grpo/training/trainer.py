@@ -22,7 +22,8 @@ from trl import GRPOConfig
 
 from mt_grpo.concurrency import run
 from mt_grpo.credit import Rule, call_rule
-from mt_grpo.data import had_text_prompts, with_own_opener
+from mt_grpo.data import had_text_prompts
+from mt_grpo.data.images import with_own_opener
 from mt_grpo.envs import EnvLike
 from mt_grpo.envs.env import ServedEnv
 from mt_grpo.envs.source import TRLFactory, source_of

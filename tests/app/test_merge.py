@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import RunWriter
+from mt_grpo.training.card import write_card
 from mt_grpo.training.checkpoint import find_trained
-from mt_grpo.training.step_log.records import write_card
 
 ADAPTER = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 

@@ -10,7 +10,8 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageColumn
 from PIL import Image
 
-from mt_grpo.data import ImageOfRowError, _OpenedImage, _undecoded, load_rows, with_own_opener
+from mt_grpo.data import load_rows
+from mt_grpo.data.images import ImageOfRowError, OpenedImage, undecoded, with_own_opener
 from mt_grpo.media import is_decoded
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
@@ -60,7 +61,7 @@ FILES = [saved("PNG"), saved("JPEG"), saved("JPEG", exif=TURNED), saved("WEBP"),
 @pytest.mark.parametrize("file", FILES)
 def test_an_image_is_what_datasets_makes_of_it(mode, file):
     value = {"bytes": file, "path": None}
-    theirs, ours = ImageColumn(mode).decode_example(value), _OpenedImage(mode).decode_example(value)
+    theirs, ours = ImageColumn(mode).decode_example(value), OpenedImage(mode).decode_example(value)
     assert (ours.mode, ours.size, ours.tobytes()) == (theirs.mode, theirs.size, theirs.tobytes())
 
 
@@ -76,7 +77,7 @@ def test_broken_exif_data_leave_an_image_as_it_is():
     broken = [(0x100, 2, b"six\0"), (0x11A, 7, b"six\0"), (0x10E, 11, bytes(4))]
     for exif in (b"Exif\0\0of no kind", *(exif_of(*sorted([turned, one])) for one in broken)):
         value = {"bytes": saved("PNG", exif=exif), "path": None}
-        assert _OpenedImage().decode_example(value).size == (24, 16)
+        assert OpenedImage().decode_example(value).size == (24, 16)
 
 
 def test_files_in_archives_are_read(tmp_path):
@@ -85,7 +86,7 @@ def test_files_in_archives_are_read(tmp_path):
     with ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("one.png", saved("PNG"))
     path = f"zip://one.png::{tmp_path}/photos.zip"
-    assert _OpenedImage().decode_example({"bytes": None, "path": path}).size == (24, 16)
+    assert OpenedImage().decode_example({"bytes": None, "path": path}).size == (24, 16)
 
 
 def test_other_columns_and_what_is_not_to_be_decoded_stay(tmp_path):
@@ -93,4 +94,4 @@ def test_other_columns_and_what_is_not_to_be_decoded_stay(tmp_path):
     assert with_own_opener(rows) is rows
     given = {"bytes": EPS, "path": None}
     rows = Dataset.from_list([{"image": given}], Features({"image": ImageColumn(decode=False)}))
-    assert with_own_opener(rows)[0]["image"] == _undecoded(rows)[0]["image"] == given
+    assert with_own_opener(rows)[0]["image"] == undecoded(rows)[0]["image"] == given

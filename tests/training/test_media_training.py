@@ -21,7 +21,7 @@ from transformers import AutoModelForMultimodalLM, AutoProcessor, TrainerCallbac
 
 from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.app.build import finish_dry_run
-from mt_grpo.data import ImageOfRowError
+from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
 from mt_grpo.errors import ConfigError, UnsupportedModelError
 from mt_grpo.forward.model import score
