@@ -26,10 +26,11 @@ from mt_grpo.envs.source import build_environment, check_source
 from mt_grpo.errors import ConfigError
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
 from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine
-from mt_grpo.integrations.harbor.containers import owner
+from mt_grpo.integrations.harbor.containers import TaskError, Verified, owner
 from mt_grpo.options.table import RunOptions
 from mt_grpo.options.values import with_env_options
 from mt_grpo.rewards import EnvReward
+from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.trajectory import StopReason
 
 if shutil.which("bwrap") is None:
@@ -81,6 +82,60 @@ def test_a_shell_goes_on_from_call_to_call(make_task, play):
     result = found.turns[1].tool_calls[0].result
     assert result.startswith("/tmp") and "sleep" in result
     assert found.env_rewards == {"reward": 1.0} and found.info["verifier_log"] == "verified\n"
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Puts a coroutine, given the requests so far and what follows, in place of how a sandbox starts."""
+
+    def put(starting, seconds=0.0):
+        asked, own, generate = [], Sandbox.talk_in, ScriptedEngine.generate
+
+        async def noted(self, *given, **more):
+            asked.append(given)
+            await asyncio.sleep(seconds)
+            return await generate(self, *given, **more)
+
+        monkeypatch.setattr(ScriptedEngine, "generate", noted)
+        monkeypatch.setattr(Sandbox, "talk_in", lambda self, talk: starting(asked, lambda: own(self, talk)))
+
+    return put
+
+
+def test_the_first_turn_is_sampled_while_its_sandbox_starts(make_task, play, start):
+    async def late(asked, talk):
+        async with asyncio.timeout(20):
+            while not asked:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        return await talk()
+
+    start(late)
+    found = play(make_task(), call(HELLO), SUBMIT)
+    assert found.env_rewards == {"reward": 1.0} and not found.turns[0].tool_calls[0].error
+    assert found.turns[0].tool_calls[0].data["seconds"] < 20
+
+
+def test_a_sandbox_that_does_not_start_ends_what_is_sampled(make_task, play, start, nothing_is_left):
+    async def fail(asked, talk):
+        await asyncio.sleep(0.1)
+        shutil.rmtree(next(nothing_is_left.iterdir()))
+        raise TaskError("No room for it")
+
+    start(fail, seconds=1000)
+    found = play(make_task(), SUBMIT)
+    assert found.stop_reason == StopReason.ENV_ERROR and "No room for it" in found.error and not found.turns
+
+
+def test_a_verified_sandbox_that_nobody_was_in_pays_nothing(make_task, play, start, nothing_is_left):
+    async def skip(asked, talk):
+        shutil.rmtree(next(nothing_is_left.iterdir()))
+        return Verified({"reward": 1.0}, "", agent_error="No engine")
+
+    start(skip, seconds=1000)
+    found = play(make_task(), SUBMIT)
+    assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards
+    assert "came into no container: No engine" in found.error
 
 
 def test_the_numbers_of_the_verifier_are_kept_by_name(make_task, play):

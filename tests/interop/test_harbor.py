@@ -129,6 +129,15 @@ def test_containers_start_behind_other_conversations(make_task, play):
     assert all(found.info["start_waited"] < 0.2 * found.info["start_seconds"] for found in others)
 
 
+def test_a_container_starts_behind_the_first_turn(make_task, play):
+    def latency(session, turn):
+        return 0.0 if turn else 20.0
+
+    (found,) = play(make_task("hello"), call(HELLO), SUBMIT, latency=latency)
+    assert found.env_rewards == {"reward": 1.0} and found.turns[0].tool_calls[0].data["seconds"] < 20
+    assert found.info["start_seconds"] > found.info["start_waited"] == 0
+
+
 def test_containers_that_no_conversation_takes_are_removed(make_task):
     tasks = HarborTasks(HarborEnv(ENGINE, sandbox_pool=2), str(make_task("hello")))
     row = tasks.rows("train")[0]

@@ -35,11 +35,11 @@ def write_task(folder, toml, test=TEST, dockerfile="FROM base\nWORKDIR /app\n", 
     return folder
 
 
-def play_turns(sandbox, folder, *turns, number=1, limits=None, **options):
+def play_turns(sandbox, folder, *turns, number=1, limits=None, latency=0.0, **options):
     """Plays so many conversations of a folder's first task at once, each with these turns."""
     source = HarborTasks(HarborEnv(sandbox, **options), str(folder))
     row = source.rows("train")[0]
-    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>")
+    engine = ScriptedEngine(build_tokenizer(), lambda session, turn: f"{turns[turn]}<|im_end|>", latency)
     requests = [RolloutRequest(row["prompt"], str(index), row=row) for index in range(number)]
     return asyncio.run(RolloutRunner(source, engine, limits).run(requests, SamplingParams(max_tokens=4000)))
 

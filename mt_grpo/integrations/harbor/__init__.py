@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from datasets import Dataset
 
+from mt_grpo.concurrency import abandon, begin
 from mt_grpo.data.terminal import embedded_tasks
 from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.protocols import CallProtocol
@@ -310,6 +312,8 @@ class HarborEnv(MultiTurnToolEnv):
         self.command_seconds = 60.0 if tool_timeout is None else tool_timeout
         options = {"system_prompt": SYSTEM_PROMPT, "max_steps": 30, **options}
         self._shell, self._forked = Shell(), None
+        self._started: asyncio.Future[None] | None = None  # once its container has
+        self._needed = 0.0  # when that was needed first, by the monotonic clock
         self.pool = None if self.sandbox == BUBBLEWRAP else _Pool(sandbox_pool, self._begin)
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
@@ -323,6 +327,7 @@ class HarborEnv(MultiTurnToolEnv):
         return await _trials(self.sandbox).begin_trial(self.sandbox, task)
 
     async def step(self, turn: Turn) -> Step:
+        await self._until_started()
         step = await super().step(turn)
         if self._shell.failure is not None:  # no command of this conversation would succeed any more
             raise TaskError(self._shell.failure)
@@ -356,11 +361,20 @@ class HarborEnv(MultiTurnToolEnv):
         return f"`sandbox: {self.sandbox}` copies no containers: use docker, podman or bubblewrap"
 
     async def fork(self) -> HarborEnv:
+        await self._until_started()
         twin = copy.copy(self)
         twin._forked, lost = await self._container.fork()
         if lost:
             _say_lost()
         return twin
+
+    def _need(self, *ended: object) -> None:
+        self._needed = self._needed or time.monotonic()
+
+    async def _until_started(self) -> None:
+        if self._started is not None:
+            self._need()
+            await self._started
 
     async def close(self) -> None:
         """Removes a fork in which no conversation went on."""
@@ -368,8 +382,16 @@ class HarborEnv(MultiTurnToolEnv):
             await self._forked.drop()
 
     async def _hold(self, begun: Any, converse: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """A trial that has begun, in which a conversation is held."""
+        """A conversation in a trial that has begun: its first turn is sampled while the container starts."""
         outcome, failure = Outcome(), None
+        started = self._started = asyncio.get_running_loop().create_future()
+        self._needed = 0.0
+
+        async def until_end() -> Outcome:
+            return await outcome_at_end(converse())  # what was done until a limit is verified all the same
+
+        held = begin(until_end(), "the conversation in a container")
+        held.add_done_callback(self._need)
 
         async def talk(container: Any) -> None:
             nonlocal outcome, failure
@@ -381,8 +403,9 @@ class HarborEnv(MultiTurnToolEnv):
             begin_again = container.begin_again if isinstance(container, Restartable) else None
             self._shell = shell = Shell(execute, self.command_seconds, begin_again, self._shell.worked)
             self.tools = {tool.name: tool for tool in load_tools([shell.bash, shell.submit])}
+            started.set_result(None)
             try:
-                outcome = await outcome_at_end(converse())  # what was done until a limit is verified all the same
+                outcome = await held
             except Exception as error:
                 failure = error
                 raise
@@ -395,11 +418,17 @@ class HarborEnv(MultiTurnToolEnv):
             if not (self._shell.spoilt and isinstance(error, TaskError)):
                 raise
             done = Verified({"reward": 0.0, "*": 0.0}, str(error))  # no test can run in what the agent left
+        finally:
+            abandon(held)  # where the container did not start
+            await asyncio.wait([held])
         if failure is not None:
             raise failure
+        if not started.done():  # what is verified is none of the policy's work
+            raise TaskError(f"The conversation came into no container: {done.agent_error}")
         info: dict[str, Any] = {"verifier_log": done.verifier_log}
         if self.pool is not None:
-            info |= {"start_seconds": round(done.start_seconds, 3), "start_waited": round(done.start_waited, 3)}
+            waited = max(0.0, done.started - self._needed)
+            info |= {"start_seconds": round(done.start_seconds, 3), "start_waited": round(waited, 3)}
         outcome.rewards, outcome.info = done.rewards, {**info, **outcome.info}
         return outcome
 

@@ -34,14 +34,14 @@ class TaskError(Exception):
 
 @dataclass(frozen=True)
 class Verified:
-    """What a trial came to, and the seconds that its container took to start and was waited for."""
+    """What a trial came to, the seconds that its container took to start, and when it had, by the monotonic clock."""
 
     rewards: dict[str, float]
     verifier_log: str
     agent_log: str = ""
     agent_error: str | None = None
     start_seconds: float = 0.0
-    start_waited: float = 0.0
+    started: float = 0.0
 
 
 ENGINES = ("docker", "podman")  # sandboxes whose containers run on this machine, by the name of their program

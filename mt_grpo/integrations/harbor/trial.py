@@ -435,13 +435,13 @@ POLICY = AgentConfig(import_path=f"{_PolicyAgent.__module__}:{_PolicyAgent.__nam
 
 
 class BegunTrial:
-    """A trial whose container starts already, with the seconds that it took, and that `trial.run` waited for it."""
+    """A trial whose container starts already, with the seconds that it took, and when it had started."""
 
     def __init__(self, trial: Trial, folder: tempfile.TemporaryDirectory[str]) -> None:
         self.trial, self.folder = trial, folder
-        self.start_seconds = self.start_waited = 0.0
+        self.start_seconds = self.started = 0.0
         self._start, self._dropped, self._begun = trial.agent_environment.start, False, False
-        trial.agent_environment.start = self._started  # which `trial.run` calls
+        trial.agent_environment.start = self._until_started  # which `trial.run` calls
         self._starting = asyncio.ensure_future(self._limited())
         self._starting.add_done_callback(consume_exception)
 
@@ -477,7 +477,7 @@ class BegunTrial:
                 "".join(_end_of(path) for path in logs)[-SHOWN_LOG:],
                 error,
                 self.start_seconds,
-                self.start_waited,
+                self.started,
             )
 
     async def _limited(self) -> None:
@@ -485,10 +485,10 @@ class BegunTrial:
             self._begun, begun = True, time.monotonic()
             async with asyncio.timeout(self.trial.task.config.environment.build_timeout_sec):
                 await self._start(force_build=False)
-            self.start_seconds = time.monotonic() - begun
+            self.started = time.monotonic()
+            self.start_seconds = self.started - begun
 
-    async def _started(self, force_build: bool) -> None:
-        begun = time.monotonic()
+    async def _until_started(self, force_build: bool) -> None:
         if self._dropped and not self._begun:
             self._starting.cancel()
         try:
@@ -500,7 +500,6 @@ class BegunTrial:
                 self._starting.cancel()
             if not self._dropped:
                 raise
-        self.start_waited = time.monotonic() - begun
         if self._dropped:
             raise TaskError("No conversation came for the container.")
 
