@@ -7,8 +7,8 @@ has run a command, and megabytes of disk.
 
     .venv-interop/containers/in python /host$PWD/benchmarks/sandboxes.py
 
-Sampling is scripted and takes no time, but for the batch that starts at once; each command sleeps. Needs the place that
-`make interop-harbor` makes, and `.venv-interop/containers/engine` beside it. Writes
+Sampling is scripted and takes no time, but for the batch that starts at once; each command sleeps. Needs the place
+that `make interop-harbor` makes, and `.venv-interop/containers/engine` beside it. Writes
 `benchmarks/results/sandboxes.json`. `--quick` forks sandboxes of `bubblewrap` alone, on any machine that has it, and
 writes nothing.
 """
