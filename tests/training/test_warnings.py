@@ -195,9 +195,18 @@ def test_a_rule_that_loses_proportions_is_named(rule, turns, shaping, said_of_it
     assert all(part in sentence for part, sentence in zip(said_of_it, found, strict=True))
 
 
-def watching(rule, folder):
+def watching(rule, folder, *rewards):
     args = MTGRPOConfig(str(folder), use_cpu=True, bf16=False, advantage_estimator=rule)
-    return warnings.Warnings([Calls(), Letters()], args, [], [])
+    return warnings.Warnings(rewards or [Calls(), Letters()], args, [], [])
+
+
+def test_a_lost_outcome_is_named_where_only_it_pays(caplog, tmp_path):
+    batch = long_conversations(12, 0.0)
+    for rule in ({"name": "gtpo", "gamma": 0.5}, None):
+        watching(rule, tmp_path, Letters())._find_proportions(batch, batch.outcome_rewards)
+    (message,) = said(caplog)
+    assert "`gtpo` gives the first turn 0.05% of what" in message
+    assert message.endswith("Take `advantage_estimator: grpo_or`, the default.")
 
 
 @pytest.mark.parametrize(

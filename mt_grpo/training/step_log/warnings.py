@@ -27,6 +27,8 @@ _LOST, _OUT_OF_PROPORTION = 0.3, 3.0
 """Share of the outcome's advantage that the first turn has at least, and the ratio of scales that is warned of."""
 _KEEPS_PROPORTIONS = "`advantage_estimator: {name: lambda_to_go, lam: 0.8, scales: batch}`, the default"
 """A rule that gives every turn the outcome, and keeps the weight of turn rewards beside it."""
+_KEEPS_OUTCOME = "`advantage_estimator: grpo_or`, the default"
+"""One that gives it to every turn where nothing else pays."""
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +139,13 @@ class Warnings:
         return True
 
     def _find_proportions(self, rewards: RewardBatch, advantages: Tensor) -> None:
-        if not self._of_turns or not advantages.any() or not self._speaks:
+        if not advantages.any() or not self._speaks:
             return
-        sentences = [_says_lost(rewards, self._rule, self._args)] if self._first("lost") else []
-        if self._ratio is None:  # until a group has both outcomes that differ and turn rewards that do
+        # scores of states may carry an outcome to early turns, which a made-up outcome does not show
+        lost = (self._of_turns or rewards.state_scores is None) and self._first("lost")
+        take = _KEEPS_PROPORTIONS if self._of_turns else _KEEPS_OUTCOME
+        sentences = [_says_lost(rewards, self._rule, self._args, take)] if lost else []
+        if self._of_turns and self._ratio is None:  # until a group has both outcomes that differ and turn rewards that do
             self._ratio = scale_ratio(self._rule, rewards, **self._args.rule_options)
             sentences.append(_says_scales(self._ratio, self._rule))
         for sentence in filter(None, sentences):
@@ -263,7 +268,7 @@ def says_uncredited(audit: Line, rule: Rule, args: MTGRPOConfig) -> str | None:
     )
 
 
-def _says_lost(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> str | None:
+def _says_lost(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig, take: str) -> str | None:
     """That a rule loses the outcome of early turns."""
     share = outcome_at_first_turn(rule, rewards, turn_coef=args.turn_advantage_coef)
     if share is None or share >= _LOST:
@@ -271,7 +276,7 @@ def _says_lost(rewards: RewardBatch, rule: Rule, args: MTGRPOConfig) -> str | No
     return (
         f"`{rule_name(rule)}` gives the first turn {share:.2%} of what it gives the turn that gets most for the "
         f"outcome, in conversations of {long_length(rewards)} turns: what an early turn decides is hardly learnt from "
-        f"the outcome. Take {_KEEPS_PROPORTIONS}."
+        f"the outcome. Take {take}."
     )
 
 
