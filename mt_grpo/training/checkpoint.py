@@ -427,11 +427,16 @@ def set_aside(output_dir: str | Path, step: int) -> list[str]:
     return names
 
 
-def remove_abandoned(run: Path, limit: int | None) -> None:
-    """Removes the oldest of the checkpoints set aside, as long as a run has more than `limit` with those in use."""
-    aside = sorted(run.glob(f"{ABANDONED}{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: path.stat().st_mtime)
-    beyond = len(aside) + len(_checkpoints(run)) - limit if limit and limit > 0 else 0
-    for path in aside[: max(0, beyond)]:
+def remove_oldest(saved: Path, limit: int | None, best: str | None) -> None:
+    """
+    Removes checkpoints as long as a run has more than `limit`, not `saved` or the best one: those set aside first,
+    then those after `saved`, of an earlier run, then by their steps. Clocks and copies change the times of folders.
+    """
+    aside = sorted(saved.parent.glob(f"{ABANDONED}{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: path.stat().st_mtime)
+    there = [*aside, *sorted(_checkpoints(saved.parent), key=lambda path: _step(path) <= _step(saved))]
+    beyond = len(there) - limit if limit and limit > 0 else 0
+    stay = {saved.resolve(), Path(best or saved).resolve()}
+    for path in [path for path in there if path.resolve() not in stay][: max(0, beyond)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

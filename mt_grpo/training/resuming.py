@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
 from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from mt_grpo.data.images import naming_rows
@@ -44,7 +44,7 @@ from mt_grpo.training.checkpoint import (
     load_converted,
     load_rollouts,
     made_with,
-    remove_abandoned,
+    remove_oldest,
     resume_point,
     save_rollouts,
     says_what_cannot_be_written,
@@ -441,8 +441,7 @@ class ResumableTrainer(GRPOTrainer):
         self._saved = folder.resolve()
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
-            remove_abandoned(folder.parent, limit)
+            remove_oldest(folder, limit, self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         check_weights(self.model, self.accelerator, self.state.global_step)

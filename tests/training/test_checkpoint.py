@@ -130,6 +130,20 @@ def test_the_one_before_stays_until_the_next_is_whole(build, tmp_path, monkeypat
     assert steps_in(tmp_path) == [2]
 
 
+def test_the_oldest_goes_whatever_clocks_say(build, tmp_path):
+    """A clock that was set back, or a copy of the folder, gives later checkpoints earlier times."""
+
+    class SetBack(TrainerCallback):
+        def on_save(self, args, state, control, **keys):
+            for folder in tmp_path.glob("checkpoint-*"):
+                os.utime(folder, (2e9 - 100 * state.global_step,) * 2)
+
+    build(save_total_limit=2, callbacks=[SetBack()], **SAVE | {"max_steps": 4}).train()
+    assert steps_in(tmp_path) == [3, 4]
+    build(save_total_limit=2, **SAVE).train()  # another run adds to the folder
+    assert steps_in(tmp_path) == [1, 2]
+
+
 @pytest.mark.parametrize(("place", "value"), [(169, 40), (67, 23), (269, 71), (214, 133)])
 def test_whatever_torch_raises_of_a_state_is_damage(tmp_path, place, value):
     """An `IndexError`, a `TypeError`, a `struct.error` and an `AssertionError`, among others."""
