@@ -204,13 +204,7 @@ class Heartbeat:
 
     def __init__(self, folder: str | Path, look: Callable[[], Row]) -> None:
         self._path, self._look = Path(folder, STATE), look
-        process = psutil.Process()
-        self._about = {
-            "pid": process.pid,
-            "host": socket.gethostname(),
-            "process_started": round(process.create_time(), 2),
-            "started": round(time.time(), 3),
-        }
+        self._started = round(time.time(), 3)
         self._ended = threading.Event()
 
     @contextmanager
@@ -244,7 +238,17 @@ class Heartbeat:
             self._write(_RUNNING)
 
     def _write(self, state: str, reason: str | None = None) -> None:
-        record = {"state": state, "reason": reason, **self._about, "beat": round(time.time(), 3), **self._look()}
+        process = psutil.Process()  # which began at another time once the clock was set
+        record = {
+            "state": state,
+            "reason": reason,
+            "pid": process.pid,
+            "host": socket.gethostname(),
+            "process_started": round(process.create_time(), 2),
+            "started": self._started,
+            "beat": round(time.time(), 3),
+            **self._look(),
+        }
         with suppress(OSError):  # a full disk ends the run where it writes conversations, with a sentence
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(self._path) as partial:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,8 +145,11 @@ def test_a_container_that_still_answers_goes_on():
     assert shell.failure is None and not shell.spoilt
 
 
-def test_containers_of_this_process_are_not_leftovers(tmp_path):
+def test_containers_of_this_process_are_not_leftovers(tmp_path, monkeypatch):
     assert not is_gone(owner()) and OWNER in write_overlay(tmp_path / "overlay.json", reaches_host=False).read_text()
     host, pid, began = owner().split("/")
     assert is_gone(f"{host}/{pid}/{float(began) - 100}") and is_gone(f"{host}/999999999/1")
     assert not is_gone("another-host/999999999/1") and not is_gone("something else")
+    boot = psutil.boot_time() + 3600  # once the clock was set
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot)
+    assert not is_gone(owner())

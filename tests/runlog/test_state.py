@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from support.waiting import until
 
 from mt_grpo.errors import UserError
 from mt_grpo.runlog.files import Heartbeat, Silence, read_state
@@ -63,6 +64,27 @@ def test_a_run_that_was_killed_has_died(tmp_path):
         process.kill()
         process.wait()
     assert read_state(tmp_path)["state"] == "died"
+
+
+SET = """
+import sys, time, psutil
+from mt_grpo.runlog import files
+files._BEAT_SECONDS, now = 0.01, psutil._psplatform.boot_time
+psutil._psplatform.boot_time = lambda: now() - 3600
+with files.Heartbeat(sys.argv[1], lambda: {"step": 3, "of": 9, "waits_for": "", "under_way": []}).beating():
+    psutil._psplatform.boot_time = now
+    print("set", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_run_lives_on_after_the_clock_was_set(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", SET, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "set\n"
+            until(lambda: read_state(tmp_path)["state"] == "running")
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(("age", "said"), [(10, "running"), (600, "died")])

@@ -58,7 +58,13 @@ _DIALS = 10.0  # seconds in which a connection from a container has to be made
 @functools.cache
 def owner() -> str:
     """This process: host, number, and when it began, since numbers are used again."""
-    return f"{socket.gethostname()}/{os.getpid()}/{psutil.Process().create_time():.0f}"
+    return f"{socket.gethostname()}/{os.getpid()}/{_began(os.getpid()):.0f}"
+
+
+def _began(pid: int) -> float:
+    """When a process began, in seconds after the machine did: a clock that is set changes the time of both."""
+    boot = psutil.boot_time()  # first, as older versions of psutil keep it
+    return psutil.Process(pid).create_time() - boot
 
 
 def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = None) -> Path:
@@ -161,7 +167,7 @@ def is_gone(whose: str) -> bool:
         host, pid, began = whose.split("/")
         if host != socket.gethostname():
             return False
-        return abs(psutil.Process(int(pid)).create_time() - float(began)) > 2
+        return abs(_began(int(pid)) - float(began)) > 2
     except psutil.NoSuchProcess:
         return True
     except ValueError:  # no label of ours
