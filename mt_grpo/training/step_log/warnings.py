@@ -145,7 +145,7 @@ class Warnings:
         lost = (self._of_turns or rewards.state_scores is None) and self._first("lost")
         take = _KEEPS_PROPORTIONS if self._of_turns else _KEEPS_OUTCOME
         sentences = [_says_lost(rewards, self._rule, self._args, take)] if lost else []
-        if self._of_turns and self._ratio is None:  # until a group has both outcomes that differ and turn rewards that do
+        if self._of_turns and self._ratio is None:  # until both differ in a group
             self._ratio = scale_ratio(self._rule, rewards, **self._args.rule_options)
             sentences.append(_says_scales(self._ratio, self._rule))
         for sentence in filter(None, sentences):
