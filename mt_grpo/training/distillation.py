@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather, gather_object
+from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -110,6 +111,21 @@ class Distillation:
                     f"The score {reward.name!r} is a baseline, which must not know what comes, and a teacher that "
                     "sees `feedback` knows how a conversation ended: leave one of the two out.",
                 ),
+            )
+
+    def check_answers(self, rows: Rows | None) -> None:
+        """Whether the teacher's context holds the longest answer that it is to see; a stream is not read."""
+        if "answer" not in self._sees or not isinstance(rows, Dataset) or _ANSWER not in rows.column_names:
+            return
+        answers = [first_answer(row[_ANSWER]) for row in rows.select_columns(_ANSWER)]
+        longest = max(range(len(answers)), key=lambda place: len(answers[place]), default=None)
+        text = "" if longest is None else whole(answers[longest])
+        tokens = len(self._trainer._tokenizer.encode(text, add_special_tokens=False))
+        if tokens >= self._positions:
+            raise ConfigError(
+                f"The answer of row {longest} (counted from 0) has {tokens} tokens, and the teacher reads "
+                f"{self._positions}, so that `teacher: {{sees: [answer]}}` cannot show it: leave the row out, or name "
+                "a teacher with a longer context."
             )
 
     @property

@@ -269,6 +269,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         prepare_model(self.model, self.args, self.accelerator)
         self.teacher = load_teacher(self)
         self.teacher_model = self.teacher if isinstance(self.teacher, nn.Module) else None
+        self.distillation.check_answers(self.train_dataset)
         self.teacher_weights = TeacherWeights.of(self)
         if self.teacher_weights is not None:
             self.add_callback(self.teacher_weights)

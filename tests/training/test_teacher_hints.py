@@ -178,6 +178,13 @@ def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, ca
     assert "and of 1 some turns have no place for it, or a context that is too long with it." in caplog.text
 
 
+def test_an_answer_that_no_context_holds_is_refused_at_once(teach, tokenizer, questions):
+    model = build_model(tokenizer, max_position_embeddings=280)
+    long = questions.map(lambda row, place: {"answer": "Lima " * (300 if place == 1 else 9)}, with_indices=True)
+    with pytest.raises(ConfigError, match=r"The answer of row 1 \(counted from 0\) has 301 tokens, and the teacher r"):
+        teach("answer", model=model, max_completion_length=250, train_dataset=long)
+
+
 def test_hints_that_no_conversation_can_have_are_refused(teach, build, questions):
     with pytest.raises(ConfigError, match="is the policy, which knows no more than itself: write `sees: "):
         build(teacher={"model": "self", "teacher_model_kind": "live"})
