@@ -56,11 +56,13 @@ WRONG = [
     ({"vllm_gpu_memory_utilization": 30}, "`vllm_gpu_memory_utilization` is 30; it is a share of a GPU's memory"),
     ({"branch_at": 0}, "`branch_at` is 0; it counts the turns"),
     ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "`gradient_checkpointing_kwargs: {every_n_layers:"),
+    ({"gradient_checkpointing_kwargs": "1"}, "`gradient_checkpointing_kwargs` is 1: give a mapping, such as `{use_r"),
     ({"activation_checkpointing_kwargs": '{"offload": true}'}, "`activation_checkpointing_kwargs: {offload: true}`"),
 ]
 """Options, and the beginning of the sentence about one of them."""
 
 CONTRADICTING = [
+    ({"num_generations": None}, "`num_generations` is empty: give it a number, or leave it out."),
     ({"max_tool_calling_iterations": 3, "max_env_steps": 2}, "`max_env_steps: 2` and `max_tool_calling_iterations:"),
     ({"fp16": True, "bf16": True}, "`bf16` and `fp16` are both true, and a run computes in one of them: leave one"),
     ({"max_turn_length": 513}, "`max_turn_length: 513` is above `max_completion_length: 512`, the tokens of all"),

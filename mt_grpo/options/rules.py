@@ -71,6 +71,7 @@ _FACTORY = _Conflict(
 )
 
 CONFLICTS = (
+    _Conflict(lambda o: o.num_generations is None, "`num_generations` is empty", "give it a number, or leave it out"),
     _Conflict(
         lambda o: None not in (ours := o.max_env_steps, trl := o.max_tool_calling_iterations) and ours != trl,
         "<max_env_steps> and <max_tool_calling_iterations> both bound the replies of the environment",
@@ -390,6 +391,8 @@ def _check_checkpointing_options(options: Values) -> None:
     """Refuses options of gradient checkpointing that have no effect."""
     name = _checkpointing(options, "_kwargs")
     given = parse_mapping(options[name], name) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"`{name}` is {given!r}: give a mapping, such as `{{use_reentrant: false}}`.")
     for key in ("every_n_layers", "offload"):
         if key in given:
             raise ConfigError(
