@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import datasets
+import torch
 import yaml
 from datasets import Dataset, IterableDataset
 from pydantic import TypeAdapter
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -31,6 +33,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    get_scheduler,
 )
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
@@ -472,7 +475,15 @@ def _build(
         if trains:
             # its package may be missing; one that works layer by layer hooks into the model each time it is asked for
             asked = changed(args, optim=args.optim.removesuffix("_layerwise"))
-            trainer.get_optimizer_cls_and_kwargs(asked, trainer.model)
+            make, options = trainer.get_optimizer_cls_and_kwargs(asked, trainer.model)
+            plain = isinstance(make, type) and issubclass(make, torch.optim.Optimizer) and "params" not in options
+            try:
+                if plain and not {"model", "optimizer_dict"} & options.keys():
+                    optimizer, steps = make([nn.Parameter(torch.zeros(1, 1))], **options), max(args.max_steps, 1)
+                    warmup = args.get_warmup_steps(steps)
+                    get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, args.lr_scheduler_kwargs)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise ConfigError(f"The optimiser cannot be made from these options: {error}.") from error
     if endpoint is not None:
         refuse_scorers([*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs], endpoint.url)
         trainer.state_scores = []  # they are for credit

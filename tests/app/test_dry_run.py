@@ -123,6 +123,9 @@ def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, dry_run):
         ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
         ({"per_device_train_batch_size": 12}, "has 4 rows"),
         ({"optim": "lomo"}, "pip install lomo-optim"),
+        ({"adam_beta2": 2.0}, "cannot be made from these options: Invalid beta parameter at index 1: 2.0."),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set through"),
+        ({"lr_scheduler_kwargs": {"x": 1}}, "got an unexpected keyword argument 'x'"),
         ({"use_vllm": True, "vllm_server_base_url": "URL", "vllm_server_timeout": 0.1}, "URL"),
     ],
 )
@@ -137,7 +140,7 @@ def test_what_training_refuses_a_dry_run_refuses(recipe, tmp_path, dry_run, keys
 
 def test_an_optimiser_by_layers_hooks_in_once(recipe, monkeypatch, dry_run):
     asked = []
-    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda *given: asked.append(given[-2].optim))
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", lambda *given: (asked.append(given[-2].optim), {}))
     assert dry_run(*recipe(optim="galore_adamw_layerwise", optim_target_modules=["q_proj"]))[0] == 0
     assert asked == ["galore_adamw"]
 
