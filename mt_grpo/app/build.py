@@ -38,7 +38,7 @@ from transformers import (
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from mt_grpo.app.request import Request
-from mt_grpo.data import DatasetError, check_apart, fingerprint, load_rows
+from mt_grpo.data import DatasetError, check_apart, fingerprint, load_rows, slice_rows
 from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvSource, MultiTurnToolEnv
 from mt_grpo.envs.protocols import LearntTagProtocol
@@ -237,7 +237,7 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
     if script.dataset_name is None:  # some environments bring their own rows
         if recipe.training.do_eval and not brings_rows(recipe.training.env):
             raise ConfigError("`do_eval: true` needs a dataset of questions to measure: set `dataset_name`.")
-        if script.dataset_filter is not None:
+        if script.dataset_filter is not None and not brings_rows(recipe.training.env):
             raise ConfigError("`dataset_filter` chooses rows of a dataset: set `dataset_name`, or leave it out.")
         return None, None
 
@@ -252,14 +252,30 @@ def load_datasets(recipe: Recipe) -> tuple[Rows | None, Rows | dict[str, Rows] |
             other["dataset_config"] = None
         return load(split, *(other.get(key, getattr(script, key)) for key in ("dataset_name", "dataset_config")))
 
-    train = load(script.dataset_train_split)
-    if script.dataset_filter is not None:
-        train = _between_rates(train, script.dataset_filter["file"], *script.dataset_filter["between"])
+    train = _filtered(load(script.dataset_train_split), script)
     if not recipe.training.do_eval:
         return train, None
     if script.eval_datasets is None:
         return train, held_out()
     return train, {name: held_out(**one) for name, one in script.eval_datasets.items()}
+
+
+def _own_rows(recipe: Recipe, source: EnvSource) -> tuple[Dataset | None, Dataset | None]:
+    """The same of the rows that an environment brings itself."""
+    script, chosen = recipe.script, list[Dataset | None]()
+    for name, split in (("train", script.dataset_train_split), ("eval", script.dataset_test_split)):
+        rows = source.rows(name) if name == "train" or recipe.training.do_eval else None
+        chosen.append(rows and slice_rows(rows, split))
+        if rows and not chosen[-1]:
+            raise DatasetError(f"The split {split!r} has none of the {len(rows)} rows of the environment.")
+    train, evaluated = chosen
+    return train and _filtered(train, script), evaluated
+
+
+def _filtered(rows: Rows, script: MTGRPOScriptArguments) -> Rows:
+    """Rows that `dataset_filter` chooses."""
+    chosen = script.dataset_filter
+    return rows if chosen is None else _between_rates(rows, chosen["file"], *chosen["between"])
 
 
 def _between_rates(rows: Rows, file: str, low: float, high: float) -> Rows:
@@ -425,7 +441,7 @@ def _build(
     train_dataset, eval_dataset = (None, None) if replays else load_datasets(recipe)
     source = source_of(build_env(args))
     if train_dataset is None and not replays:
-        train_dataset = source.rows("train")
+        train_dataset, eval_dataset = _own_rows(recipe, source)
     if trains and train_dataset is not None:
         check_rows_suffice(args, train_dataset)
     name = resolve_model(model.model_name_or_path, model.model_revision, subfolder_of(args))

@@ -289,9 +289,9 @@ def _resolve(name: str, config: str | None) -> tuple[_Schema, str, str | None]:
     return (schema, source, config) if source else (schema, schema.hub_id, config or schema.config)
 
 
-def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | None]:
-    """Rows that were made here, as far as the split's slice goes, and the first of them."""
-    rows, base = datasets.Dataset.from_list(made), split.partition("[")[0]
+def slice_rows(rows: datasets.Dataset, split: str) -> datasets.Dataset:
+    """The rows of a split, as far as its slice goes."""
+    base = split.partition("[")[0]
     try:
         wanted = datasets.ReadInstruction.from_spec(split).to_absolute({base: len(rows)})
     except ValueError as error:
@@ -299,7 +299,12 @@ def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | N
             f"The split {split!r} is not read ({error}): give slices of one split, as `{base}[:10]+{base}[20:30]`."
         ) from error
     ends = [(one.from_ or 0, len(rows) if one.to is None else one.to) for one in wanted]
-    rows = rows.select([number for begin, end in ends for number in range(begin, end)])
+    return rows.select([number for begin, end in ends for number in range(begin, end)])
+
+
+def _sliced(made: list[Row], split: str, streaming: bool) -> tuple[Rows, Row | None]:
+    """Rows that were made here, as far as the split's slice goes, and the first of them."""
+    rows = slice_rows(datasets.Dataset.from_list(made), split)
     first = next(iter(rows), None)
     return rows.to_iterable_dataset() if streaming and first is not None else rows, first
 

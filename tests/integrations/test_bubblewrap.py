@@ -14,13 +14,16 @@ import threading
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from support.shells import HELLO, SUBMIT, TEST, call, play_branches, play_turns, write_task
 from support.waiting import until
 
+from mt_grpo.app.build import _own_rows
 from mt_grpo.cli import main
+from mt_grpo.data import DatasetError, fingerprint
 from mt_grpo.data.terminal import KINDS, write_tasks
 from mt_grpo.envs.source import build_environment, check_source
 from mt_grpo.errors import ConfigError
@@ -31,6 +34,7 @@ from mt_grpo.options.table import RunOptions
 from mt_grpo.options.values import with_env_options
 from mt_grpo.rewards import EnvReward
 from mt_grpo.rollout import ScriptedEngine
+from mt_grpo.runlog import open_run
 from mt_grpo.trajectory import StopReason
 
 if shutil.which("bwrap") is None:
@@ -437,6 +441,27 @@ def test_tasks_are_rows_with_metadata_of_one_type_each(tmp_path):
         tasks.check(rows.remove_columns("task"), "dataset")
 
 
+def test_slices_and_filters_choose_among_tasks(tmp_path):
+    write_tasks(tmp_path / "tasks", 4)
+    tasks = HarborTasks(HarborEnv("bubblewrap"), *[str(tmp_path / "tasks")] * 2)
+    rates = [
+        {"rate": rate, "attempts": 2, "digest": fingerprint(row)[1]}
+        for rate, row in zip(range(2), tasks.rows("train"), strict=False)
+    ]
+    (file := tmp_path / "rates").write_text("".join(json.dumps(each) + "\n" for each in rates))
+    chosen = {"dataset_filter": {"file": str(file), "between": [1, 1]}, "dataset_test_split": "test[1:]"}
+
+    def names(split, do_eval=True):
+        script = SimpleNamespace(dataset_train_split=split, **chosen)
+        recipe = SimpleNamespace(script=script, training=SimpleNamespace(do_eval=do_eval))
+        return [rows and rows["name"][:] for rows in _own_rows(recipe, tasks)]
+
+    every = tasks.rows("train")["name"][:]
+    assert names("train[:2]") == [every[1:2], every[1:]] and names("train[:2]", do_eval=False)[1] is None
+    with pytest.raises(DatasetError, match=r"The split 'train\[4:\]' has none of the 4 rows of the environment"):
+        names("train[4:]")
+
+
 def test_a_machine_without_bwrap_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="`sandbox: bubblewrap` needs `bwrap`: install the package bubblewrap"):
@@ -499,6 +524,9 @@ def test_the_quickstart_trains_and_its_sandboxes_are_found(tmp_path, capsys, mon
     out = capsys.readouterr().out
     assert "sandbox         `bubblewrap` is here and answers\nok    sandbox         96 tasks need no image\n" in out
     small = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--num_generations", "4", "--do_eval", "false"]
+    small += ["--dataset_train_split", "train[5:6]"]
     assert main(["train", recipe, *own, *small]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollouts/failed"] for row in rows if "rollouts/failed" in row] == [0.0]
+    asked = HarborTasks(HarborEnv("bubblewrap"), "embedded").rows("train")[5]["prompt"]
+    assert {row["prompt"][:60] for row in open_run(tmp_path / "run").rows} == {" ".join(asked.split())[:60]}
