@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from support.benchmarks import BENCHMARKS, REPORTS, between
 from support.forked import Forked
 from support.marks import needs_server
 from support.reward_batches import draw_batch
-from support.waiting import until
+from support.waiting import in_loop, until, until_true
 from trl import GRPOTrainer
 
 from mt_grpo.credit import estimate
@@ -50,6 +51,22 @@ def test_these_have_a_quick_mode():
 
 
 # Servers
+
+
+@pytest.mark.parametrize("cut", [1, 12, -5, -1])
+@in_loop
+async def test_a_request_that_comes_in_pieces_is_answered(monkeypatch, cut):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import upstream
+
+    request, answered = b"POST /v1 HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", []
+    subject = upstream.Upstream(b"said", 0.0, 0.0, random.Random(0))
+    subject.connection_made(SimpleNamespace(write=answered.append, is_closing=lambda: False))
+    for piece in (request[:cut], request[cut:]):
+        subject.data_received(piece)
+    await until_true(lambda: answered)
+    assert answered[0].endswith(b"said")
+
 
 SERVING = """
 import sys, time

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -20,15 +22,30 @@ from support.runs import write_run
 from mt_grpo.advisor import _choose
 from mt_grpo.advisor.compare import ALL, judge_rules
 from mt_grpo.advisor.measure import Found, _rules_of, _with_batch_scale, compare, compute
+from mt_grpo.advisor.measure import measure as measure_run
 from mt_grpo.advisor.report import _advice, as_json, show
 from mt_grpo.cli import main
 from mt_grpo.credit import RewardBatch, rule_label
 from mt_grpo.errors import UserError
 from mt_grpo.forward import SIZE
 from mt_grpo.options.values import DEFAULT_RULE
-from mt_grpo.runlog import open_run
+from mt_grpo.runlog import files, open_run
 from mt_grpo.token_tree import TokenTree
 from mt_grpo.trajectory import Trajectory, Turn
+
+
+def test_a_log_says_what_takes_long(monkeypatch):
+    said = threading.Event()
+
+    def work(chosen, tell, note):
+        note("loading the model")
+        assert said.wait(60)
+
+    monkeypatch.setattr(files, "QUIET", 0.01)
+    monkeypatch.setattr("mt_grpo.advisor.measure._measure", work)
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal, which has a bar
+    measure_run(None, lambda words: words == "loading the model" and said.set())
+    assert said.is_set()
 
 
 @pytest.fixture(scope="module")

@@ -193,5 +193,6 @@ def test_a_container_is_labelled_and_bounded(tmp_path, reaches_host, storage):
     told = json.loads(overlay.read_text())
     main = told["services"]["main"]
     assert main["labels"] == told["networks"]["default"]["labels"] == {OWNER: owner()}
+    assert main["command"] == ["sh", "-c", "exec sleep 86400"]  # so that it ends without its trainer
     assert main["pids_limit"] == 512 and main.get("ulimits") == (storage and {"fsize": 7 * 2**20})
     assert ("extra_hosts" in main) == reaches_host

@@ -15,6 +15,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from support.models import build_model
 from support.replicas import Replica
+from support.waiting import LIMIT
 
 QUESTION = re.compile(r"What is (\d+) of Peru")
 CALL = '<tool>{{"name": "look", "args": {{"query": "{}"}}}}</tool>'
@@ -132,6 +133,8 @@ class Held(Replica):
 
     def until(self, condition: Callable[[], bool], ranks: list[Any]) -> None:
         """Waits for what the server sees, as long as its clients run."""
+        end = time.monotonic() + LIMIT
         with self._changed:
             while not self._changed.wait_for(condition, timeout=0.2):
                 assert all(rank.poll() is None for rank in ranks), "a rank has ended"
+                assert time.monotonic() < end, f"step {self.step}, waiting {self.waiting}, asked {self.questions}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models import CPU_RUN
 from support.trainers import Letters, Spelling, at, conversation, logged, same, weights
+from support.waiting import until
 
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rollout import ScriptedEngine
@@ -87,8 +88,7 @@ def test_a_batch_begins_so_many_batches_early(gated, staleness, asked):
     engine = trainer.runner.engine
 
     def look(**kwargs):
-        while len(engine.asked) < len(asked):
-            pass
+        until(lambda: len(engine.asked) >= len(asked), seen=lambda: engine.asked)
         seen.append(list(engine.asked))
 
     trainer.add_callback(at("on_pre_optimizer_step", look, step=0))
@@ -142,8 +142,7 @@ def test_an_interrupted_run_keeps_what_is_finished(gated, tmp_path):
         return gated(never=never, max_steps=3, max_staleness=1, output_dir=str(tmp_path / folder), **SAVES)
 
     def waits(**kwargs):
-        while len(cut.runner.under_way) != 2:  # the other two are finished
-            pass
+        until(lambda: len(cut.runner.under_way) == 2, seen=lambda: cut.runner.under_way)  # the others are finished
 
     (whole := run("whole")).train()
     cut = run("cut", late)
