@@ -142,6 +142,8 @@ def _load_all(workers: list[_Worker], functions: Sequence[Callable[..., object]]
 
 def _serve(connection: Connection) -> None:
     belong_to_parent()
+    # locks that are made here have no name then, which would stay in /dev/shm when the process is killed
+    multiprocessing.set_start_method("fork", force=True)
     while True:
         try:
             asked = connection.recv_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from pathlib import Path
@@ -64,3 +65,8 @@ def spin(file: str) -> str:
 def unsendable() -> object:
     """Returns what cannot be pickled."""
     return threading.Lock()
+
+
+def lock() -> str:
+    """Makes a lock of processes, as tqdm does, and names its file."""
+    return str(multiprocessing.RLock()._semlock.name)

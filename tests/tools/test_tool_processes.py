@@ -13,7 +13,7 @@ from dataclasses import replace
 import psutil
 import pytest
 from support import computing_tools
-from support.computing_tools import ask, end, fail, leave, spin, unsendable, where
+from support.computing_tools import ask, end, fail, leave, lock, spin, unsendable, where
 from support.waiting import until, until_true
 
 from mt_grpo.concurrency import run
@@ -26,7 +26,7 @@ from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.environment import build_env, check_env
 from mt_grpo.trajectory import ToolCall
 
-FUNCTIONS = [where, fail, ask, end, leave, spin, unsendable]
+FUNCTIONS = [where, fail, ask, end, leave, lock, spin, unsendable]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,11 @@ def test_a_call_that_is_given_up_ends_its_process(tools, tmp_path):
     assert call.error == "spin did not finish before the conversation ended."
     ends(file.read_text())
     runs_elsewhere(tools)
+
+
+def test_locks_leave_no_file_where_their_process_is_killed(tools):
+    (call,) = called(tools, ("lock", {}))
+    assert call.result == "None"
 
 
 def test_only_plain_functions_are_called_there():
