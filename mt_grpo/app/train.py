@@ -81,7 +81,7 @@ def run_training(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console
 
 def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Console) -> None:
     args = trainer.args
-    folder = Path(args.output_dir)
+    folder = Path(args.output_dir).absolute()
     main = trainer.accelerator.is_main_process
     for host in (main, args.local_process_index == 0):  # of a shared folder nothing is left to the second
         if host:
@@ -187,14 +187,17 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
                 console.print(Rule(f"{label}: example {number + 1}"))
                 console.print(render_trajectory(trajectory, trainer.processing_class, console.is_terminal))
         console.print(_table(summary["before"], summary["after"], f"{questions} held-out questions, {title}"))
-    console.print(f"{summary['seconds']:.0f} s of training and evaluation. Written to {folder}:", markup=False)
+    console.print(
+        f"{summary['seconds']:.0f} s of training and evaluation. Written to {args.output_dir}:", markup=False
+    )
     latest = latest_checkpoint(str(folder))
     earlier = {path for path in folder.glob("checkpoint-*") if latest is not None and path != latest}
     for path in sorted(path for path in folder.iterdir() if path.name != LOCK and path not in earlier):
         words = [text for pattern, text in _CONTENTS.items() if fnmatch(path.name, pattern)]
         if earlier and path == latest:
             words = [f"the latest of {len(earlier) + 1} to resume from"]
-        console.print(f"  {path}  ({words[0]})" if words else f"  {path}", highlight=False, markup=False)
+        shown = Path(args.output_dir, path.name)
+        console.print(f"  {shown}  ({words[0]})" if words else f"  {shown}", highlight=False, markup=False)
     counts = Counts().add_table(run.rows, np.arange(len(run.rows)))
     if counts.failed and not counts.held:  # the trainer ends a run of two batches or more sooner
         raise RolloutError(f"Every conversation of the run failed, the first with: {counts.first_failure}")

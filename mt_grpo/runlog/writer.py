@@ -73,7 +73,7 @@ class RunWriter:
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
-        self.folder = Path(folder) / schema.FOLDER
+        self.folder = Path(folder).absolute() / schema.FOLDER
         self.rank = rank
         self._mended: set[Path] = set()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,21 @@ def _take_given(
     return changed
 
 
+@contextmanager
+def _placed(args: MTGRPOConfig) -> Iterator[None]:
+    """Names `output_dir` from the root: a tool or a reward may change the current folder of the process."""
+    given = args.output_dir
+    if Path(given).is_absolute():
+        yield
+        return
+    here, args.output_dir = Path.cwd(), str(Path(given).absolute())
+    try:
+        yield
+    finally:
+        args.output_dir = given
+        os.chdir(here)
+
+
 class EarlyStopping(EarlyStoppingCallback):
     """Transformers' for that evaluation set of several which `metric_for_best_model` is of; a resume counts on."""
 
@@ -173,7 +189,7 @@ class ResumableTrainer(GRPOTrainer):
         ahead = self.args.max_staleness and self.replay is None
         self._prefetch, self._sampler = PrefetchQueue(self) if ahead else None, None  # a stream has no sampler
         signals = [signal.SIGUSR1, *([signal.SIGTERM] if self.args.enable_jit_checkpoint else [])]
-        with locked(self.args), listening(*signals):
+        with _placed(self.args), locked(self.args), listening(*signals):
             with (
                 self._scraped(),
                 self._heartbeat(),

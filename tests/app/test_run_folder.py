@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from support.trainers import Letters
 from support.waiting import until
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.runlog import open_run
 from mt_grpo.runlog.files import read_state
+from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.config import MTGRPOConfig
 from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by_runs, locked
 
@@ -37,6 +40,24 @@ def run(recipe, prints, tmp_path):
     """The folder of a run of two steps, with a checkpoint of each."""
     prints("train", *recipe(**SAVE, learning_rate=0.01))
     return tmp_path / "run"
+
+
+def test_a_reward_that_changes_the_folder_moves_no_records(recipe, prints, tmp_path, monkeypatch):
+    """It is that of the whole process: as `contextlib.chdir` in two threads of tools leaves it."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "moving.py").write_text(
+        f"import os\ndef moves(**row):\n    os.chdir({str(other)!r})\n    return [1.0] * 4"
+    )
+    monkeypatch.chdir(tmp_path)
+    rewards = {"outcome_reward_funcs": ["moving.moves"], "turn_reward_funcs": None}
+    printed = prints("train", *recipe(**rewards, **SAVE | {"do_eval": True}, output_dir="run"))
+    assert "Written to run:" in printed and "  run/summary.json" in printed
+    assert Path.cwd() == tmp_path and not contents(other) and latest_checkpoint("run") == Path("run/checkpoint-2")
+    assert steps(tmp_path / "run") == [1, 2] and read_state(tmp_path / "run")["state"] == "finished"
+    run = open_run("run")
+    assert {(row["mode"], row["step"]) for row in run.rows} == {("eval", 0), ("train", 0), ("train", 1), ("eval", 2)}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
 # Resuming
