@@ -246,7 +246,32 @@ def test_a_kernel_that_cannot_be_had_is_asked_for_in_a_sentence(tmp_path):
     assert status == 1 and "`pip install kernels`" in said and "`--gathered`" in said and "Traceback" not in said
 
 
-# The report on credit
+# Reports
+
+
+@pytest.mark.parametrize(
+    ("page", "begin", "end", "module", "of", "results"),
+    [
+        ("designs.md", "<!-- grid -->", "<!-- end of the grid -->", "designs_toy", "text", "designs_toy"),
+        ("designs.md", "<!-- measured -->", "<!-- end of what", "designs_report", "text", "designs_train"),
+        (
+            "designs.md",
+            "<!-- second -->",
+            "<!-- end of second",
+            "designs_report",
+            "text_of_variants",
+            "designs_second",
+        ),
+        ("horizon.md", "<!-- measured -->", "<!-- end of what", "horizon_report", "text", "horizon"),
+        ("teaching.md", "<!-- measured -->", "<!-- end of what", "teaching", "text", "teaching"),
+        ("success_probe.md", "<!-- measured -->", "<!-- end of what", "success_probe", "text", "success_probe"),
+        ("success_probe.md", "<!-- tables -->", "<!-- end of the tables", "success_toy", "text", "success_toy"),
+    ],
+)
+def test_a_report_has_the_tables_of_its_results(bench, page, begin, end, module, of, results):
+    found = json.loads((BENCHMARKS / "results" / f"{results}.json").read_text())
+    plan = [found["plan"]] if results == "horizon" else []
+    assert between(REPORTS / page, begin, end) == getattr(getattr(bench, module), of)(found["rows"], *plan)
 
 
 def test_the_report_on_credit_has_the_table_of_its_command(bench):

@@ -288,6 +288,11 @@ def of_measurements():
     for row in rows("step_cpu"):
         ratio = f"{row['ratio']['median']:.2f} ({row['ratio']['minimum']:.2f})"
         yield f"| {middle(row['seconds']['trl'], 2)} | {middle(row['seconds']['tree'], 2)} | {ratio} |"
+    for row in rows("step_teacher_cpu"):
+        ratio = f"{row['ratio']['median']:.2f} ({row['ratio']['minimum']:.2f})"
+        assert row["ratio_over_limit"]["median"] >= 0.8
+        yield f"{middle(row['seconds']['tree'], 2)} | {ratio} | {row['ratio_over_limit']['median']:.2f} |"
+    yield f"{middle([row['hidden'] for row in rows('teacher_server')], 2)[1:]} of what it takes after the last one"
     yield from (f"| {row['ratio']['median']:.1f} ({row['ratio']['minimum']:.1f}) |" for row in rows("head"))
     yield from (f"| {row['ratio']['median']:.0f} ({row['ratio']['minimum']:.0f}) |" for row in rows("packing"))
     yield from (f"| {middle(rows('tree_row')[0]['seconds'][side], 2)} |" for side in ("trl", "tree"))
