@@ -54,6 +54,7 @@ WRONG = [
     ({"vllm_mode": "beside"}, "`vllm_mode` is 'beside': choose one of server, colocate."),
     ({"vllm_tensor_parallel_size": 0}, "`vllm_tensor_parallel_size` is 0; set a number above 0"),
     ({"vllm_gpu_memory_utilization": 30}, "`vllm_gpu_memory_utilization` is 30; it is a share of a GPU's memory"),
+    ({"vllm_importance_sampling_clip_max": -1.0}, "`vllm_importance_sampling_clip_max` is -1.0; set a number above 0"),
     ({"branch_at": 0}, "`branch_at` is 0; it counts the turns"),
     ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "`gradient_checkpointing_kwargs: {every_n_layers:"),
     ({"gradient_checkpointing_kwargs": "1"}, "`gradient_checkpointing_kwargs` is 1: give a mapping, such as `{use_r"),

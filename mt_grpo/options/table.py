@@ -509,7 +509,7 @@ OF_LIBRARIES = {
         seldom=True,
     ),
     "vllm_max_model_length": Option("Context length; unset, the model's.", SERVER, of_server=True, seldom=True),
-    "vllm_importance_sampling_clip_max": Option("Bound of that correction.", SERVER, seldom=True),
+    "vllm_importance_sampling_clip_max": Option("Bound of that correction.", SERVER, rule=_ABOVE_ZERO, seldom=True),
     "output_dir": Option("Folder of the run.", RUN),
     "resume_from_checkpoint": Option(
         "A checkpoint's folder; true: the latest; auto: it, if any.", RUN, also="boolean"
