@@ -9,6 +9,7 @@ import argparse
 import enum
 import json
 import logging
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -133,9 +134,21 @@ def build_recipe(request: Request) -> Recipe:
     parser.set_defaults_with_config(**request.recipe)
     with libraries_may_refuse("The options do not fit together", TypeError, AttributeError, OverflowError):
         script, training, model = parser.parse_args_into_dataclasses(request.arguments)
+    for name in ("lora_modules_to_save", "lora_target_parameters"):
+        one = getattr(model, name)
+        if isinstance(one, str):  # peft would take each letter for the end of a name
+            setattr(model, name, [one])
     layers: Any = model.lora_target_modules
     if isinstance(layers, str) and layers.isidentifier():  # TRL makes a pattern of whole paths of a single name
         model.lora_target_modules = [layers]
+    elif isinstance(layers, str):
+        try:
+            re.compile(layers)
+        except re.error as error:
+            raise ConfigError(
+                f"`lora_target_modules: {layers}` is no regular expression ({error}): list names of layers, or write "
+                "`all-linear`."
+            ) from error
     script.column_mapping = _columns(script.column_mapping)
     script.eval_datasets = parse_eval_datasets(script.eval_datasets)
     script.dataset_filter = parse_dataset_filter(script.dataset_filter)
@@ -488,6 +501,10 @@ def _build(
             quantization_config=None if endpoint is not None else get_quantization_config(model),
             peft_config=None if endpoint is not None else peft_config,
         )
+        layers = [layer for layer, _ in trainer.model.named_modules()] if model.use_peft else []
+        for wanted in (layers and model.lora_modules_to_save) or []:
+            if not any(layer.endswith(wanted) for layer in layers):
+                raise ConfigError(f"`lora_modules_to_save` names {wanted!r}, and the model has no such layer.")
         if trains:
             # its package may be missing; one that works layer by layer hooks into the model each time it is asked for
             asked = changed(args, optim=args.optim.removesuffix("_layerwise"))

@@ -483,7 +483,7 @@ OF_LIBRARIES = {
     "lora_r": Option("Rank of a LoRA adapter.", TRAINING, of_server=True),
     "lora_alpha": Option("Scale of a LoRA adapter, a multiple of 1 / rank.", TRAINING),
     "lora_target_modules": Option("Layers that get a LoRA adapter.", TRAINING),
-    "lora_dropout": Option("Dropout of a LoRA adapter, off by `disable_dropout`.", TRAINING, seldom=True),
+    "lora_dropout": Option("Dropout of a LoRA adapter, off by `disable_dropout`.", TRAINING, rule=_SHARE, seldom=True),
     "lora_modules_to_save": Option("Layers trained whole beside the adapter.", TRAINING, seldom=True),
     "lr_scheduler_type": Option("How the learning rate changes: linear, cosine, constant ...", TRAINING),
     "warmup_steps": Option("Steps of a rising learning rate; below 1, a share.", TRAINING),

@@ -125,6 +125,14 @@ def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, dry_run):
         ({"optim": "lomo"}, "pip install lomo-optim"),
         ({"adam_beta2": 2.0}, "cannot be made from these options: Invalid beta parameter at index 1: 2.0."),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set through"),
+        (
+            {"use_peft": True, "lora_target_modules": "*.q_proj"},
+            "`lora_target_modules: *.q_proj` is no regular expres",
+        ),
+        (
+            {"use_peft": True, "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["heads"]},
+            "`lora_modules_to_save` names 'heads', and the model has no such layer.",
+        ),
         ({"lr_scheduler_kwargs": {"x": 1}}, "got an unexpected keyword argument 'x'"),
         ({"use_vllm": True, "vllm_server_base_url": "URL", "vllm_server_timeout": 0.1}, "URL"),
     ],

@@ -140,6 +140,12 @@ def test_a_single_layer_of_an_adapter_is_one_by_name(tmp_path, layers):
     assert found and (layers == "all-linear") == any("mlp" in name for name in found)
 
 
+@pytest.mark.parametrize("option", ["lora_modules_to_save", "lora_target_parameters"])
+def test_a_text_stands_for_a_list_of_one_layer(tmp_path, option):
+    """To peft each of its letters would be the end of a layer's name."""
+    assert vars(parse_recipe(write(tmp_path, use_peft=True, **{option: "lm_head"})).model)[option] == ["lm_head"]
+
+
 def rule(batch, *, turn_coef: float = 1.0, gamma: float = 0.9):
     return batch.turn_mask * gamma
 

@@ -178,6 +178,7 @@ REFUSED = {
     ),
     'train good.yaml --outcome_reward_funcs \'{"column": "a"}\'': "The reward {'column': 'a'} has no name: give the",
     "train good.yaml --reward_weights 1.0 nan": "`reward_weights` is [1.0, nan]; give a list of finite numbers",
+    "train good.yaml --lora_dropout 2": "`lora_dropout` is 2.0; set a number from 0 to 1, or leave it out.",
     "train good.yaml --seed -1": "`seed` is -1; set a whole number from 0 to 4294967295.",
     "train good.yaml --turn_advantage_coef nan": "`turn_advantage_coef` is nan; give a finite number.",
     "train good.yaml --max_prompt_length 512": "The option '--max_prompt_length' is unknown: prompts are never",
