@@ -37,6 +37,8 @@ WRONG = [
     ({"repetition_penalty": -1.0}, "`repetition_penalty` is -1.0; set a number above 0"),
     ({"sapo_temperature_neg": 0.0}, "`sapo_temperature_neg` is 0.0; set a number above 0"),
     ({"learning_rate": float("inf")}, "`learning_rate` is inf; set 0 or more, such as 1e-6"),
+    ({"distillation_coef": float("inf"), "teacher": "a"}, "`distillation_coef` is inf; set a number from 0 on"),
+    ({"beta": float("inf")}, "`beta` is inf; set a number from 0 on"),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
     ({"num_generations": "4"}, "`num_generations` is '4'; give a number."),
     ({"generation_kwargs": {"top_k": 5}}, "`generation_kwargs` is {'top_k': 5}; it has no effect on rollouts of many"),

@@ -47,6 +47,7 @@ def _whole_from(least: int, advice: str) -> _Rule:
 
 _ABOVE_ZERO = _Rule(lambda value: value > 0, "set a number above 0, or leave it out")
 _NOT_BELOW_ZERO = _Rule(lambda value: value >= 0, "set 0 or more, or leave it out")
+_WEIGHT = _Rule(lambda value: 0 <= value < math.inf, "set a number from 0 on, or leave it out")
 _SHARE = _Rule(lambda value: 0 <= value <= 1, "set a number from 0 to 1, or leave it out")
 _PORT = _Rule(lambda value: 0 < value < 2**16, "set a port from 1 to 65535, or leave it out")
 _NO_EFFECT = _Rule(lambda value: not value, "it has no effect on rollouts of many turns, so leave it out", False)
@@ -325,7 +326,7 @@ class RunOptions:
     distillation_coef: float = _training(
         "Weight of the distance to a teacher. In the loss it is the reverse KL divergence on the sampled tokens.",
         default=0.0,
-        rule=_NOT_BELOW_ZERO,
+        rule=_WEIGHT,
         page="teachers.md",
     )
     distillation_topk: int | None = _training(
@@ -478,7 +479,7 @@ OF_LIBRARIES = {
     "weight_decay": Option("Weight decay.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
     "max_grad_norm": Option("Largest norm of the gradient.", TRAINING, rule=_NOT_BELOW_ZERO, seldom=True),
     "sync_ref_model": Option("Move the reference towards the policy.", TRAINING, seldom=True),
-    "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=_NOT_BELOW_ZERO),
+    "beta": Option("Weight of the KL divergence from a reference.", TRAINING, rule=_WEIGHT),
     "use_peft": Option("Train a LoRA adapter; see `lora_...`.", TRAINING, of_server=True),
     "lora_r": Option("Rank of a LoRA adapter.", TRAINING, of_server=True),
     "lora_alpha": Option("Scale of a LoRA adapter, a multiple of 1 / rank.", TRAINING),
