@@ -347,8 +347,9 @@ def _executed(options: Values, run: Path | None) -> Iterator[str]:
             kind, given = TYPES[value["type"]], value
             value = [given[name] for name in kind.paths if name in given]
             folders = ((name, text) for name in kind.folders for text in _texts(given.get(name)))
-            others = ((name, text) for name, text in folders if text != "embedded" and not _is_inside(Path(text), run))
-            yield from (f"`env: {name}: {text}`" for name, text in others)
+            for name, text in folders:  # one that is not there may be a dataset that is fetched
+                if text != "embedded" and not (_is_inside(Path(text), run) and in_home(text).exists()):
+                    yield f"`env: {name}: {text}`"
         for text in _texts(value):
             if text.startswith(VERIFIERS) or not (is_bare(text) or _is_own(text, run)):
                 yield f"`{option}: {text}`"

@@ -83,6 +83,7 @@ USER = {"base_url": "http://x", "model": "m", "system_prompt": "s", "api_key_env
         ("teacher", {"model": "self", "gate": "../stranger/evil.py:gate"}, "teacher: gate: ../stranger/evil.py:gate"),
         ("teacher", '{"model": "self", "gate": "yaml.load"}', "teacher: gate: yaml.load"),
         ("env", {"type": "harbor", "tasks": "../stranger/tasks"}, "env: tasks: ../stranger/tasks"),
+        ("env", {"type": "harbor", "tasks": "org/tasks@1"}, "env: tasks: org/tasks@1"),
         ("env", {"type": "harbor", "tasks": "t", "agent": "yaml:Agent"}, "env: yaml:Agent"),
         ("env", {"type": "harbor", "tasks": "t", "agent": {"name": "me", "import_path": "yaml:A"}}, "env: yaml:A"),
         ("environments", {"a": {"env": {"type": "harbor", "tasks": "/tasks"}}}, "env: tasks: /tasks"),

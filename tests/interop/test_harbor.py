@@ -39,8 +39,10 @@ if shutil.which(ENGINE) is None:
 from harbor.agents.base import BaseAgent  # noqa: E402
 from harbor.models.environment_type import EnvironmentType  # noqa: E402
 from harbor.models.trial.config import AgentConfig  # noqa: E402
+from harbor.registry.client import RegistryClientFactory  # noqa: E402
+from harbor.registry.client.json import JsonRegistryClient  # noqa: E402
 
-from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks, trial  # noqa: E402
+from mt_grpo.integrations.harbor import HarborAgents, HarborEnv, HarborTasks, _tasks_of, trial  # noqa: E402
 from mt_grpo.integrations.harbor.containers import OWNER, image_of_task  # noqa: E402
 from mt_grpo.integrations.harbor.trial import run_trial  # noqa: E402
 
@@ -700,6 +702,23 @@ def test_wrong_options_are_refused(options, message, make_task):
     given = {"sandbox": ENGINE, "tasks": str(make_task("hello"))} | options
     with pytest.raises(ConfigError, match=message):
         HarborTasks(HarborEnv(**{name: given[name] for name in given if name != "tasks"}), given["tasks"])
+
+
+def test_a_dataset_of_the_registry_is_fetched(make_task, tmp_path, monkeypatch):
+    task = make_task("hello") / "hello"
+    tasks = [{"name": "hello", "path": str(task)}]
+    (tmp_path / "registry.json").write_text(
+        json.dumps([{"name": "own", "version": "1", "description": "", "tasks": tasks, "metrics": []}])
+    )
+    client = partial(JsonRegistryClient, path=tmp_path / "registry.json")
+    monkeypatch.setattr(RegistryClientFactory, "create", staticmethod(client))
+    assert _tasks_of("tasks", "own@1") == {task: "hello"}
+    with pytest.raises(ConfigError, match=r"`tasks: own@2` has no tasks .*of its registry \(ValueError: Version 2 of"):
+        _tasks_of("tasks", "own@2")
+    with pytest.raises(
+        ConfigError, match=r"`eval_tasks: no-one/at-all` has no tasks of Harbor, and Harbor cannot fetch"
+    ):
+        _tasks_of("eval_tasks", "no-one/at-all")
 
 
 GROUP = {"max_steps": 1, "max_concurrent_rollouts": 1, "per_device_train_batch_size": 2, "num_generations": 2}

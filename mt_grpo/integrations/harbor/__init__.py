@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import copy
 import functools
+import importlib.util
 import logging
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from datasets import Dataset
 
-from mt_grpo.concurrency import abandon, begin
+from mt_grpo.concurrency import abandon, begin, run
 from mt_grpo.data.terminal import embedded_tasks
 from mt_grpo.envs.env import Outcome, Policy, Step, outcome_at_end
 from mt_grpo.envs.protocols import CallProtocol
@@ -40,6 +42,7 @@ from mt_grpo.integrations.harbor.containers import (
     get_images,
     image_of_task,
     no_way_here,
+    one_process,
     read_task,
     remove_leftovers,
 )
@@ -62,34 +65,31 @@ TASK = "task"  # the column with the folder of a row's task
 
 
 class _Tasks:
-    """Folders of tasks as rows: `prompt` is a task's instruction, `task` its folder; `embedded` are our own."""
+    """
+    Folders of tasks, or datasets of Harbor's registry, as rows: `prompt` is a task's instruction, `task` its folder;
+    `embedded` are our own.
+    """
 
     def __init__(self, sandbox: str, tasks: str, eval_tasks: str | None = None) -> None:
         self.sandbox = sandbox
         _check_usable(self.sandbox)
         if removed := remove_leftovers(self.sandbox):
             logger.warning("Removed what an earlier run left: %s", ", ".join(removed))
-        given = {"train": tasks, "eval": eval_tasks}
-        self._folders = {
-            split: str(embedded_tasks(split)) if folder == "embedded" else folder for split, folder in given.items()
-        }
-        for name, folder in zip(("tasks", "eval_tasks"), self._folders.values(), strict=True):
-            if folder is not None and not (isinstance(folder, (str, os.PathLike)) and _task_folders(folder)):
-                raise ConfigError(
-                    f"`{name}: {folder}` has no tasks of Harbor: a task is a folder with `task.toml` and "
-                    "`instruction.md`."
-                )
+        self._given: dict[str, dict[Path, str]] = {}  # folders and names of tasks, by split
+        for split, option, given in (("train", "tasks", tasks), ("eval", "eval_tasks", eval_tasks)):
+            if given is not None:
+                self._given[split] = _tasks_of(option, str(embedded_tasks(split)) if given == "embedded" else given)
 
     def rows(self, split: str) -> Dataset | None:
         """The tasks of a split; metadata that is of one type in some tasks, and of another in others, is text."""
-        if (folder := self._folders[split]) is None:
+        if split not in self._given:
             return None
         rows = []
-        for path in _task_folders(folder):
+        for path, name in self._given[split].items():
             metadata = read_task(path).get("metadata", {})
             row = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float))}
             row["prompt"] = (path / "instruction.md").read_text(errors="replace").strip()
-            rows.append({**row, TASK: str(path.resolve()), "name": path.name})
+            rows.append({**row, TASK: str(path.resolve()), "name": name})
         for name in {name for row in rows for name in row}:
             having = [row for row in rows if name in row]
             if len({float if type(row[name]) is int else type(row[name]) for row in having}) > 1:
@@ -187,11 +187,42 @@ def _check_usable(sandbox: str) -> None:
         raise ConfigError(f"`sandbox: {sandbox}` cannot be used on this machine: {error}") from error
 
 
-def _task_folders(folder: str | os.PathLike[str]) -> list[Path]:
-    """The folders of tasks in a folder, by name; a folder that is a task itself is its only one."""
-    root = Path(folder).expanduser()
-    found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
-    return [path for path in found if (path / "instruction.md").is_file()]
+_OF_REGISTRY = re.compile(r"[\w.-]+(/[\w.-]+(@[\w.:-]+)?|@[\w.:-]+)")
+"""How Harbor names a dataset of its registry: ORG/NAME, with a version or without, or NAME@VERSION."""
+
+
+def _tasks_of(option: str, given: object) -> dict[Path, str]:
+    """The tasks, with their names, of a folder or of a dataset of Harbor's registry; refuses where there are none."""
+    found, fault = dict[Path, str](), ""
+    if isinstance(given, (str, os.PathLike)):
+        root = Path(given).expanduser()
+        found = {path: path.name for path in ([root] if (root / "task.toml").is_file() else sorted(root.glob("*")))}
+        found = {path: name for path, name in found.items() if all((path / file).is_file() for file in _OF_TASK)}
+        known = isinstance(given, str) and _OF_REGISTRY.fullmatch(given) and not root.exists()
+        if known and importlib.util.find_spec("harbor") is not None:
+            try:
+                found = run(_downloaded(str(given)))
+            except Exception as error:  # whatever Harbor or its libraries raise
+                fault = f", and Harbor cannot fetch such a dataset of its registry ({describe_error(error)})"
+    if not found:
+        raise ConfigError(
+            f"`{option}: {given}` has no tasks of Harbor{fault}: a task is a folder with `task.toml` and "
+            "`instruction.md`."
+        )
+    return found
+
+
+_OF_TASK = ("task.toml", "instruction.md")
+
+
+async def _downloaded(name: str) -> dict[Path, str]:
+    """Tasks of a dataset, in Harbor's own cache."""
+    from harbor.registry.client import RegistryClientFactory
+    from harbor.registry.client.package import PackageDatasetClient
+
+    client = PackageDatasetClient() if "/" in name else RegistryClientFactory.create()
+    with one_process(f"dataset {name}"):  # of those of a run
+        return {Path(item.downloaded_path): item.id.get_name() for item in await client.download_dataset(name)}
 
 
 _JITTER = 0.2  # most seconds between two starts, which are drawn, so that several processes do not start in step
@@ -456,7 +487,7 @@ class HarborTasks(_Tasks, Prototype):
 
     @property
     def unforkable(self) -> str | None:
-        tasks = _task_folders(str(self._folders["train"]))
+        tasks = list(self._given["train"])
         for task in tasks:
             if (task / "environment" / "docker-compose.yaml").is_file():
                 return f"the task {task.name} composes services, which are not copied: leave it out"

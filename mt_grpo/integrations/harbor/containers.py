@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
@@ -181,6 +182,14 @@ _SHOWN = 700  # most characters of what a failed build printed, from its end
 _here: set[tuple[str, str]] = set()  # engines and the images that they are known to have
 
 
+@contextlib.contextmanager
+def one_process(name: str) -> Iterator[None]:
+    """A block in which no other process of this user is that has the same name."""
+    with (own_folder("mt-grpo-images", "locks of images") / name.replace("/", "_")).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @dataclass(frozen=True)
 class _Image:
     """What containers of a task begin with: an image of a registry, or one that is built from a folder."""
@@ -202,9 +211,8 @@ class _Image:
         """Builds or pulls it; returns the seconds that took, or nothing where it is here already."""
         if (engine, self.name) in _here:
             return None
-        begun, locks = time.monotonic(), own_folder("mt-grpo-images", "locks of images")
-        with (locks / self.name.replace("/", "_")).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the run want it too
+        begun = time.monotonic()
+        with one_process(self.name):  # others of the run want it too
             if self.is_here(engine):
                 _here.add((engine, self.name))
                 return None
