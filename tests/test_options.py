@@ -59,7 +59,15 @@ WRONG = [
     ({"vllm_importance_sampling_clip_max": -1.0}, "`vllm_importance_sampling_clip_max` is -1.0; set a number above 0"),
     ({"branch_at": 0}, "`branch_at` is 0; it counts the turns"),
     ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "`gradient_checkpointing_kwargs: {every_n_layers:"),
-    ({"gradient_checkpointing_kwargs": "1"}, "`gradient_checkpointing_kwargs` is 1: give a mapping, such as `{use_r"),
+    (
+        {"gradient_checkpointing_kwargs": "1"},
+        "`gradient_checkpointing_kwargs` is 1: give a mapping of names to values.",
+    ),
+    ({"model_init_kwargs": "x"}, "`model_init_kwargs` is 'x': give a mapping of names to values."),
+    (
+        {"gradient_checkpointing_kwargs": {"use_re": 1}},
+        "The key 'use_re' of `gradient_checkpointing_kwargs` is unknown",
+    ),
     ({"activation_checkpointing_kwargs": '{"offload": true}'}, "`activation_checkpointing_kwargs: {offload: true}`"),
 ]
 """Options, and the beginning of the sentence about one of them."""

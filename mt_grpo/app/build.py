@@ -485,7 +485,7 @@ def _build(
         check_rows_suffice(args, train_dataset, dropped=len(rows) - len(train_dataset))
     note("loading the model")
     left = nullcontext() if writes else _nothing_left(args)
-    with libraries_may_refuse("The trainer cannot be built from these options"), left:
+    with libraries_may_refuse("The trainer cannot be built from these options", TypeError), left:
         trainer = MTGRPOEnvTrainer(
             model=name if endpoint is None else LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **_NO_MODEL)),
             env=source,

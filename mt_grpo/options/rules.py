@@ -387,12 +387,17 @@ def _checkpointing(options: Values, end: str) -> str:
     return f"gradient_checkpointing{end}" if options.get(later) is None else later
 
 
+_OF_CHECKPOINT = "use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"
+"""What torch takes."""
+
+
 def _check_checkpointing_options(options: Values) -> None:
     """Refuses options of gradient checkpointing that have no effect."""
     name = _checkpointing(options, "_kwargs")
-    given = parse_mapping(options[name], name) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"`{name}` is {given!r}: give a mapping, such as `{{use_reentrant: false}}`.")
+    for each in ("model_init_kwargs", name):
+        given = parse_mapping(options[each], each) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"`{each}` is {given!r}: give a mapping of names to values.")
     for key in ("every_n_layers", "offload"):
         if key in given:
             raise ConfigError(
@@ -400,6 +405,10 @@ def _check_checkpointing_options(options: Values) -> None:
                 "out, and set `gradient_checkpointing_layers` to keep fewer inputs of layers, or "
                 "`activation_offloading` to move them."
             )
+    for key in given:
+        refuse_unknown(
+            str(key), f"The key {key!r} of `{name}`", _OF_CHECKPOINT, f"it takes {', '.join(_OF_CHECKPOINT)}"
+        )
 
 
 def check_served(options: Values) -> None:

@@ -66,7 +66,12 @@ def check_trackers(args: MTGRPOConfig) -> None:
 
 
 def _check_device(args: MTGRPOConfig) -> None:
+    loading = vars(args.accelerator_config)
     refuse_first(
+        *(
+            (loading[name], f"`accelerator_config: {{{name}: true}}` takes groups of a prompt apart: leave it out.")
+            for name in ("dispatch_batches", "split_batches")
+        ),
         (
             args.torch_compile and args.forward != "padded",
             f"`torch_compile: true` does not compile `forward: {args.forward}`: leave it out, or set `forward: "

@@ -281,9 +281,8 @@ class EvaluationRows:
         """Rows of all processes that count, per batch."""
         streams = isinstance(dataset, IterableDataset)
         # accelerate gives each process shards of its own where there are enough: they are not filled up
-        self._filled = accelerator.num_processes > 1 and not (
-            streams and dataset.num_shards >= accelerator.num_processes and not accelerator.split_batches
-        )
+        shards = dataset.num_shards if streams else 0
+        self._filled = accelerator.num_processes > 1 and shards < accelerator.num_processes
         self._rows = 0 if streams else len(dataset)
         if streams and self._filled:
             self.dataset = dataset.map(self._count, with_indices=True)
