@@ -110,6 +110,7 @@ class RolloutRunner:
         keep_environments: bool = False,
         branching: Branching | None = None,
         on_check: Callable[[Trajectory], None] | None = None,
+        returns: bool = True,
     ) -> list[Trajectory]:
         """
         Runs conversations concurrently. Several batches may run at once, in one event loop: limits hold for all of
@@ -125,13 +126,15 @@ class RolloutRunner:
                 environments, for rewards to look at; the caller closes them with `close_environments`.
             branching (`Branching`, *optional*): How conversations branch: of so many requests in a row, which are of
                 one prompt, the first is a conversation, and the others branch from it.
+            returns (`bool`, *optional*, defaults to `True`): Whether trajectories are kept to return them. Else
+                `on_finish` alone gets them, and whoever has one closes its environment.
 
         Returns:
             `list[Trajectory]` in the order of `requests`. A conversation that fails is among them, with its
             `StopReason` and what it had.
         """
         size = 1 if branching is None else branching.number
-        batch = _Batch(self, sampling, keep_environments, on_finish, on_check)
+        batch = _Batch(self, sampling, keep_environments, on_finish, on_check, returns)
 
         # 1. Workers, as many as conversations may be under way, take them in order
         async def work(queue: Iterator[int]) -> None:
@@ -166,7 +169,7 @@ class RolloutRunner:
                 self._running -= 1
                 if not self._running:  # else the engine is in use
                     await self.engine.close()
-        return [batch.finished[index] for index in range(len(requests))]
+        return [batch.finished[index] for index in sorted(batch.finished)]
 
     @asynccontextmanager
     async def _place(self, size: int) -> AsyncIterator[None]:
@@ -199,9 +202,11 @@ class _Batch:
         keep_environments: bool,
         on_finish: Callable[[Trajectory], None] | None,
         on_check: Callable[[Trajectory], None] | None,
+        returns: bool,
     ) -> None:
         self._runner, self._limits, self._sampling = runner, runner.limits, sampling
         self._keep_environments, self._on_finish, self._on_check = keep_environments, on_finish, on_check
+        self._returns = returns
         self._one_check = ConcurrencyLimit(1)  # it reads the whole context
         self.finished: dict[int, Trajectory] = {}
         self.unclosed: list[str] = []
@@ -209,7 +214,8 @@ class _Batch:
 
     def finish(self, index: int, trajectory: Trajectory, policy: ConversationPolicy) -> None:
         """Takes the finished conversation of a request, and has its tokens checked."""
-        self.finished[index] = trajectory
+        if self._returns:
+            self.finished[index] = trajectory
         if self._on_finish is not None:
             self._on_finish(trajectory)
         runner = self._runner

@@ -152,14 +152,17 @@ class RolloutBatch:
     async def handing_over(
         self, run: Callable[..., Coroutine[object, object, list[Trajectory]]], take: Callable[[RolloutBatch], None]
     ) -> list[Trajectory]:
-        """Runs the conversations; `take` gets those that have ended meanwhile, in the thread that waits."""
+        """
+        Runs the conversations; `take` gets those that have ended meanwhile, in the thread that waits, and nobody keeps
+        them: all together may be more than fits into memory.
+        """
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
 
         def note(trajectory: Trajectory) -> None:
             self.trajectories.append(trajectory)  # those that nobody takes have environments to close
             ended.put_nowait(trajectory)
 
-        running = asyncio.ensure_future(run(on_finish=note))
+        running = asyncio.ensure_future(run(on_finish=note, returns=False))
         running.add_done_callback(lambda done: ended.put_nowait(None))
         try:
             while (first := await ended.get()) is not None:
@@ -169,6 +172,7 @@ class RolloutBatch:
                 rows = [self.rows[session_number(each.session)] for each in together]
                 part = RolloutBatch(self.mode, rows, [False] * len(rows), None, self.group_size, together)
                 await in_waiting_thread(partial(take, part))
+                del self.trajectories[: len(together)]
                 if running.done() and ended.empty():  # the last one came with them
                     break
         finally:

@@ -441,7 +441,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 ran = everywhere(lambda: ahead.take(batch, self._step))
         if self.weight_sync is not None:
             self.weight_sync.check()
-        batch.trajectories = batch.fill_up(ran, lambda index: Trajectory(batch.rows[index]["prompt"]))
+        if take is None:
+            batch.trajectories = batch.fill_up(ran, lambda index: Trajectory(batch.rows[index]["prompt"]))
 
     def _lent_model(self) -> AbstractContextManager[None]:
         """Lends the model to an engine that has no weights of its own."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -121,6 +123,17 @@ def test_environments_that_wait_to_be_judged_are_closed(mixed):
     with pytest.raises(ZeroDivisionError):
         trainer.converse([dict(ROWS[1])] * 3, [False] * 3, 1, take)
     assert Guess.open == 0
+
+
+def test_conversations_that_were_taken_are_let_go(mixed):
+    """All of an evaluation together may be more than fits into memory."""
+    trainer, taken = mixed(EnvReward(), rows=ROWS[1:]), []
+    trainer.runner.engine._latency = lambda session, turn: 0.02 * member(session)
+    trainer.converse(
+        [dict(ROWS[1])] * 3, [False] * 3, 1, lambda ended: taken.extend(map(weakref.ref, ended.trajectories))
+    )
+    gc.collect()
+    assert len(taken) == 3 and not any(each() for each in taken) and Guess.open == 0
 
 
 @pytest.mark.parametrize(
