@@ -24,7 +24,7 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -57,6 +57,7 @@ class CallClock:
         self._since = time.perf_counter()
         self._counted = 0.0
         self._stops = 0
+        self.over = False  # whether the call was out of time
 
     @classmethod
     @contextlib.contextmanager
@@ -482,6 +483,37 @@ class OutOfTime(Exception):
     """A call of the user's code took longer than it may."""
 
 
+class _GivenUp:
+    """Counts calls that were out of time and whose threads go on: a process may have so many threads, and no more."""
+
+    step = 100
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+        self._said = 0
+
+    def add(self, name: str) -> None:
+        """Counts one; each `step` more are warned of."""
+        self._running[name] += 1
+        number = self._running.total()
+        if number >= self._said + self.step:
+            self._said = number
+            logger.warning(
+                "%d calls that were out of time still run, most of %s, each in a thread, which cannot be stopped and "
+                "of which a system allows only so many: let it end by a timeout of its own, or make it `async`. Tools "
+                "that are plain functions can be ended in processes (`tool_processes`).",
+                number,
+                self._running.most_common(1)[0][0],
+            )
+
+    def remove(self, name: str) -> None:
+        """One has ended."""
+        self._running[name] -= 1
+
+
+_given_up = _GivenUp()
+
+
 async def call(
     function: Callable[..., object],
     *args: object,
@@ -509,8 +541,22 @@ def in_thread(function: Callable[[], object], name: str, late: Callable[[Any], o
     future = loop.create_future()
     context = contextvars.copy_context()
 
+    clock, ended, left = _current.get(), False, False
+
+    def note(done: Future) -> None:
+        nonlocal left
+        left = done.cancelled() and clock is not None and clock.over and not ended
+        if left:
+            _given_up.add(name)
+
+    future.add_done_callback(note)
+
     def settle(result: object, error: BaseException | None) -> None:
+        nonlocal ended
+        ended = True
         if future.done():  # nobody waits for it any more
+            if left:
+                _given_up.remove(name)
             if inspect.iscoroutine(result):
                 result.close()
             elif late is not None and error is None:
@@ -583,6 +629,7 @@ async def ended_within(clocks: Mapping[Future, CallClock], timeout: float | None
         for future in [each for each in running if timeout is not None and clocks[each].seconds >= timeout]:
             running.remove(future)
             clocks[future].end()
+            clocks[future].over = True
             abandon(future)
     return ended
 

@@ -17,9 +17,10 @@ from support.models import build_model, lookup
 from support.own_process import TERMINAL
 from support.scoring import score
 from support.trainers import SEARCH as CALL
+from support.waiting import until
 
 from mt_grpo import concurrency
-from mt_grpo.concurrency import begin, in_thread, in_waiting_thread, run
+from mt_grpo.concurrency import begin, call, in_thread, in_waiting_thread, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward, TurnReward
 from mt_grpo.rollout import RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
@@ -111,6 +112,30 @@ def test_code_that_blocks_the_thread_is_left_behind(caplog, monkeypatch):
 
 
 # In a notebook
+
+
+def test_calls_that_never_end_are_told_of(caplog, monkeypatch):
+    """Each keeps a thread; a run that has many of them cannot begin another at last."""
+    monkeypatch.setattr(concurrency, "_given_up", given_up := concurrency._GivenUp())
+    monkeypatch.setattr(given_up, "step", 3)
+    over = threading.Event()
+
+    async def hang(number):
+        calls = [call(over.wait, what="tool-hang", timeout=0.01) for _ in range(number)]
+        return [type(each) for each in await asyncio.gather(*calls, return_exceptions=True)]
+
+    async def interrupted():
+        waiting = asyncio.ensure_future(call(over.wait, what="tool-hang", timeout=60))
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    for number in (2, 1, 2):
+        assert run(hang(number)) == [concurrency.OutOfTime] * number
+    run(interrupted())  # by whoever wants no result: that is not the tool's doing
+    (said,) = caplog.messages
+    assert said.startswith("3 calls that were out of time still run, most of tool-hang, each in a thread")
+    over.set()
+    until(lambda: given_up._running.total() == 0)
 
 
 def test_env_generate_works_inside_a_running_loop(tokenizer):
