@@ -291,9 +291,8 @@ def _converse(
 def _done(folder: Path, about: Row, sums: list[int], generations: int) -> list[bool]:
     """Which conversations are there. Refuses a folder with those of other options, rows or weights."""
     number = len(sums) * generations
-    if not (folder / FOLDER / INDEX).is_file():
+    if not (folder / FOLDER / INDEX).is_file() or not (run := open_run(folder)).rows:
         return [False] * number
-    run = open_run(folder)
     before = run.about.get("evaluation") or {}
     for name, value in about.items():
         if before.get(name) != value:

@@ -184,6 +184,14 @@ def test_failures_are_told_and_sampled_again(endpoint, recipe, prints, tmp_path)
     assert len(server.asked("/v1/chat/completions")) == 5
 
 
+def test_a_name_that_sampled_nothing_can_be_mended(endpoint, recipe, prints, refused, tmp_path):
+    said = refusal(404, "no such model")
+    url = f"{endpoint(lambda number, body: RIGHT if body['model'] == 'big' else said).url}/v1"
+    words = ["rollout", *recipe(), "--save", tmp_path / "data", "--num_generations", "2", "--model"]
+    assert "refuses the model 'bgi'" in refused(*words, f"bgi@{url}")
+    assert "8 conversations of 4 rows" in prints(*words, f"big@{url}")
+
+
 def test_an_endpoint_that_counts_no_tokens_has_no_cost(endpoint, recipe, prints, tmp_path):
     answer = {"choices": [{"message": {"content": RIGHT}, "finish_reason": "stop"}]}
     server = endpoint(lambda number, body: RIGHT if "1 of" in str(body) else (200, answer))
