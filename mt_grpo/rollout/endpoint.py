@@ -75,7 +75,7 @@ class _Completion:
             counts = {"prompt": usage.get("prompt_tokens"), "cached": cached}
             counts |= {"completion": usage.get("completion_tokens")}
             self.usage = {name: int(count or 0) for name, count in counts.items()}
-        for choice in (part.get("choices") or [])[:1]:
+        for choice in [each for each in part.get("choices") or [] if not each.get("index")][:1]:
             said = choice.get("delta") or choice.get("message") or {}
             content = said.get("content") or said.get("refusal") or ""
             parts: list[dict[str, Any]] = [{"text": content}] if isinstance(content, str) else content

@@ -182,6 +182,10 @@ def test_a_moderated_prompt_fails_alone(endpoint, converse):
 
 _STREAM = {"Content-Type": "text/event-stream"}
 _SAID = "<answer>2</answer>"
+_SEVERAL = [
+    {"choices": [{"index": number, "delta": {"content": text}, "finish_reason": reason}]}
+    for number, text, reason in [(1, "<answer>3", None), (0, _SAID, None), (1, "</answer>", "stop"), (0, "", "stop")]
+]
 _THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
 
 
@@ -191,8 +195,9 @@ _THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
         (200, f'data: {{"choices": [{{"delta": {{"content": "{_SAID}\u2028"}}, "finish_reason": "stop"}}]}}', _STREAM),
         whole({"content": [_THOUGHT, {"type": "text", "text": _SAID}]}),
         whole({"content": None, "refusal": _SAID}),
+        (200, "\n".join(f"data: {json.dumps(part)}" for part in _SEVERAL), _STREAM),
     ],
-    ids=["line separator", "parts", "refusal"],
+    ids=["line separator", "parts", "refusal", "several choices"],
 )
 def test_text_is_read_however_it_is_sent(endpoint, converse, answer):
     (told,), _ = converse(endpoint(lambda number, body: answer))
