@@ -367,7 +367,8 @@ IN_ROOT = [" /", "/one.txt /", "/one.txt /one.txt", "/one.txt /two.txt"]
     ("dockerfile", "toml", "what"),
     [
         ("FROM base\nRUN apt-get install -y gcc\n", "", "`RUN 'apt-get install -y gcc'` in its Dockerfile"),
-        ("FROM base\nCOPY ../tests /app\n", "", "`COPY ../tests`, which is not in its `environment`"),
+        ("FROM base\nCOPY ../tests /app\n", "", "`COPY ../tests`, which names no file in its `environment`"),
+        ("FROM base\nCOPY data/*.txt /app\n", "", "`COPY data/*.txt`, which names no file in its `environment`"),
         ("FROM a\nENV PATH=/x:$PATH\n", "", "`ENV 'PATH=/x:$PATH'`, which names a variable"),
         ("FROM a\nENV AT=/srv\nWORKDIR $AT\n", "", "`WORKDIR '$AT'`, which names a variable"),
         ("FROM base\nCOPY data /etc/data\n", "", "files in /etc, which is this machine's"),
@@ -385,10 +386,11 @@ def test_tasks_that_need_an_image_are_refused(make_task, dockerfile, toml, what)
     assert f"The task hello needs {what}, and `sandbox: bubblewrap` builds no images" in str(refused.value)
 
 
-def test_a_task_without_a_dockerfile_is_refused(make_task):
+@pytest.mark.parametrize("file", ["environment/Dockerfile", "tests/test.sh"])
+def test_a_task_without_a_file_that_it_needs_is_refused(make_task, file):
     folder = make_task()
-    (folder / "environment" / "Dockerfile").unlink()
-    with pytest.raises(ConfigError, match="The task hello needs an image that no Dockerfile alone makes, and"):
+    (folder / file).unlink()
+    with pytest.raises(ConfigError, match=f"The task {folder} has no file {file}: write it, or take the task out"):
         read_machine(folder)
 
 
@@ -406,6 +408,7 @@ def test_a_task_without_a_dockerfile_is_refused(make_task):
         ("task.toml", "[environment]\nstorage_mb = inf", r"`storage_mb = inf` in .*, which is no number from 0 on"),
         ("task.toml", "[environment]\ndocker_image = 3", "has `docker_image = 3`, which is no name: mend it"),
         ("task.toml", "[verifier]\ntimeout_sec = 'soon'", "has `timeout_sec = 'soon'` in .*, which is no number"),
+        ("instruction.md", " \n", "instruction.md is empty: write the task, or take its folder out"),
         ("environment/Dockerfile", "FROM base\nCOPY 'a b", r"cannot be read \(No closing quotation\): mend"),
         ("environment/Dockerfile", "FROM base\nWORKDIR\n", "needs `WORKDIR` in its Dockerfile"),
         ("environment/Dockerfile", "FROM base\nENV\n", "needs `ENV` in its Dockerfile"),

@@ -89,6 +89,8 @@ class _Tasks:
             metadata = read_task(path).get("metadata", {})
             row = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float))}
             row["prompt"] = (path / "instruction.md").read_text(errors="replace").strip()
+            if not row["prompt"]:
+                raise ConfigError(f"{path / 'instruction.md'} is empty: write the task, or take its folder out.")
             rows.append({**row, TASK: str(path.resolve()), "name": name})
         for name in {name for row in rows for name in row}:
             having = [row for row in rows if name in row]

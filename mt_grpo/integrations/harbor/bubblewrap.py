@@ -89,8 +89,11 @@ def read_machine(task: Path) -> _Machine:
         section, _, key = name.partition(".")
         if config.get(section, {}).get(key) if key else config.get(section):
             raise _unmet(task, f"`{name}`")
-    if not (task / "environment" / "Dockerfile").is_file() or list(task.glob("environment/*compose.y*ml")):
-        raise _unmet(task, "an image that no Dockerfile alone makes")
+    if composed := list(task.glob("environment/*compose.y*ml")):
+        raise _unmet(task, f"`environment/{composed[0].name}`")
+    for name in ("environment/Dockerfile", "tests/test.sh"):
+        if not (task / name).is_file():
+            raise ConfigError(f"The task {task} has no file {name}: write it, or take the task out.")
     workdir = "/"
     copies: list[tuple[Path, str]] = []
     variables: dict[str, str] = {}
@@ -106,7 +109,7 @@ def read_machine(task: Path) -> _Machine:
             for word in words[:-1]:
                 source = (task / "environment" / word).resolve()
                 if not source.is_relative_to(task.resolve() / "environment") or not source.exists():
-                    raise _unmet(task, f"`COPY {word}`, which is not in its `environment`")
+                    raise _unmet(task, f"`COPY {word}`, which names no file in its `environment`")
                 target = _absolute(workdir, words[-1])
                 copies.append((source, _absolute(target, source.name) if many and source.is_file() else target))
         elif instruction not in ("FROM", "CMD", "LABEL"):
