@@ -203,6 +203,9 @@ def test_a_finding_leads_to_its_conversations(page):
     assert count(page, ".questions a") == int(page.inner_text(f"{broken} b"))
     page.click(broken)
     assert count(page, ".questions a") == 4
+    figures = page.locator(".questions a span:last-child")
+    figures.first.evaluate("each => { each.textContent = '−300.0 → −300.0' }")
+    assert len(set(figures.evaluate_all("all => all.map(each => each.clientHeight)"))) == 1  # of one line
 
 
 @pytest.mark.parametrize("text", ["reward<0.5 errors>0", '"capital of Peru"'])
