@@ -225,7 +225,8 @@ def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> d
         with progress.measuring(label):
             trainer.evaluate()
     rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs]
-    return summarise(gather_object([measure(item, rewards) for item in trainer.eval_trajectories]))
+    measures = gather_object([measure(item, rewards) for item in trainer.eval_trajectories])
+    return summarise(measures, trainer.num_generations_eval)
 
 
 def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, float]:
@@ -243,10 +244,10 @@ def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, 
     return measures
 
 
-def summarise(measures: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each measure over trajectories, and their number as `questions`."""
+def summarise(measures: list[dict[str, float]], generations: int = 1) -> dict[str, float]:
+    """The mean of each measure over trajectories, and how many `questions` have so many of them each."""
     means = {name: sum(row[name] for row in measures) / len(measures) for name in measures[0]}
-    return {**means, "questions": len(measures)}
+    return {**means, "questions": len(measures) // generations}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

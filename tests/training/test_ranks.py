@@ -146,7 +146,7 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
         assert [shared[name] for name in names] == pytest.approx([single[name] for name in names], rel=1e-4)
         assert sum(value for name, value in shared.items() if name.startswith("eval_stop/")) == pytest.approx(1)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in "12"]
-    assert [summary[moment]["questions"] for summary in summaries for moment in ("before", "after")] == [10] * 4
+    assert [summary[moment]["questions"] for summary in summaries for moment in ("before", "after")] == [5] * 4
     assert summaries[0]["before"] == pytest.approx(summaries[1]["before"])
     assert open_run(tmp_path / "2").column("mode").count("eval") == 4 * 10
 
