@@ -342,9 +342,10 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(given))
     except TypeError as error:
+        taken = [name for name in [*signature.parameters][:positional] if name in given]
         raise ConfigError(
-            f"The reward {reward.name!r} cannot be called with the columns of the {dataset} ({error}): let it take "
-            "the rest with `**row`, or rename the column."
+            f"The reward {reward.name!r} cannot be called with the columns of the {dataset} ({error}): "
+            + (f"rename its column `{taken[0]}`." if taken else "let it take the rest with `**row`.")
         ) from error
 
 

@@ -26,6 +26,7 @@ ANSWER = made("Answer", TurnReward, lambda self, turn, trajectory, *, answer, **
 RIGHT = made("Answer", OutcomeReward, lambda self, trajectory, **row: 0.0)
 GOLD = made("Gold", OutcomeReward, lambda self, trajectory, gold_answer, **row: 0.0)
 CLOSED = made("Closed", OutcomeReward, lambda self, trajectory, answer: 0.0)
+LEVEL = made("Level", TurnReward, lambda self, level, trajectory, **row: 0.0)
 PROMPT = made("Prompt", OutcomeReward, lambda self, trajectory, prompt, **row: 0.0)
 
 
@@ -61,6 +62,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         (PROMPT, "'Prompt' needs `prompt`"),
         (CLOSED, r"'Closed' cannot be called .* unexpected keyword argument 'level'.*\*\*row"),
         (FunctionReward(closed), r"'closed' cannot be called .*\*\*row"),
+        (LEVEL, "'Level' cannot be called .* values for argument 'level'.: rename its column `level`"),
         (*load_rewards([compute_score], "outcome"), "takes the right answer from the column `ground_truth`, or `rew"),
     ],
 )
