@@ -418,9 +418,11 @@ def _files(path: Path, split: str) -> list[Path]:
         mend = ": name `train`, or a slice of it, as `train[20:]`"
         _check_known(f"The file {str(path)!r} has no split", split, _FILE_SPLITS, mend)
         return [path]
-    present = sorted(file for file in path.iterdir() if file.suffix in FORMATS)
+    found = [*sorted(path.glob("*")), *sorted(path.glob("data/*"))]  # where the Hub has them
+    present = [file for file in found if file.suffix in FORMATS]
     pattern = re.compile(re.escape(split) + r"(-\d+-of-\d+)?")
     files = [file for file in present if pattern.fullmatch(file.stem)]
+    files = [file for file in files if file.parent == files[0].parent]
     if not files:
         holds = ", ".join(file.name for file in present) or f"no {formats} file"
         near = did_you_mean(split, sorted({file.stem.split("-")[0] for file in present}))

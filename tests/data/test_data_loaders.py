@@ -186,6 +186,10 @@ def test_a_folder_holds_one_file_or_its_shards_for_each_split(write, tmp_path: P
     write("set/training.jsonl", "other")
     found = [asked(str(tmp_path / "set"), split) for split in ("train", "validation", "train[1:3]")]
     assert found == [["t0", "t1", "t2", "t3"], ["v0", "v1"], ["t1", "t2"]]
+    write("set/data/train-00000-of-00001.parquet", "other")
+    write("set/data/test-00000-of-00001.parquet", "e0")  # where the Hub has them
+    found = [asked(str(tmp_path / "set"), split) for split in ("train", "test")]
+    assert found == [["t0", "t1", "t2", "t3"], ["e0"]]
 
 
 @pytest.fixture
