@@ -19,7 +19,8 @@ __all__ = ["render_trajectory", "visible"]
 
 _MODEL, _ENVIRONMENT = "green", "bright_black"
 _SHOWN = 2_000  # most characters of a command's output, or of a log, that are shown
-_LOGS = ("agent_log", "verifier_log")  # what an environment may say of a conversation that is shown as it is printed
+_LOGS = ("agent_log", "files_changed", "verifier_log")
+"""What an environment may say of a conversation that is shown as it is printed."""
 
 
 def render_trajectory(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, color: bool = True) -> Text:

@@ -84,7 +84,7 @@ def test_a_shell_goes_on_from_call_to_call(make_task, play):
     later = "printf $word > /app/hello.txt; pwd; ps"
     found = play(make_task(), call("cd /tmp; word=hello; sleep 50 &"), call(later), SUBMIT)
     result = found.turns[1].tool_calls[0].result
-    assert result.startswith("/tmp") and "sleep" in result
+    assert result.startswith("/tmp") and "sleep" in result and found.info["files_changed"] == "/app/hello.txt\n"
     assert found.env_rewards == {"reward": 1.0} and found.info["verifier_log"] == "verified\n"
 
 
@@ -253,6 +253,11 @@ def test_branches_go_on_alone_from_the_same_shell(make_task, branch, caplog):
     ]
     assert [each.env_rewards["reward"] for each in found] == [1.0, 0.0, 0.0]
     assert [each.branch_of for each in found] == [None, "0", "0"]
+    assert [each.info["files_changed"].split() for each in found] == [
+        ["/app/hello.txt", "/tmp/d"],
+        ["/app/bye.txt", "/tmp/d"],
+        ["/tmp/d"],
+    ]
     assert caplog.text.count("A branch has no copy of what the agent left running") == 1
 
 

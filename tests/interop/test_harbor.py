@@ -97,6 +97,7 @@ def test_what_the_verifier_says_is_the_reward(make_task, play):
     (wrong,) = play(folder, call("false"), SUBMIT)
     assert right.env_rewards == again.env_rewards == {"reward": 1.0} and wrong.env_rewards == {"reward": 0.0}
     assert right.stop_reason == StopReason.ENV_DONE and right.info["verifier_log"].strip() == "verified"
+    assert (right.info["files_changed"], wrong.info["files_changed"]) == ("/app/hello.txt\n", "")
     (looked,) = right.turns[1].tool_calls
     assert looked.result == "/tmp" and looked.data["exit_code"] == 0
     assert wrong.turns[0].tool_calls[0].data["exit_code"] == 1
@@ -585,6 +586,7 @@ def test_an_agent_of_harbors_is_trained_token_for_token(name, work):
     found = work(name, WORK[name], lambda say: Reciting(model, say))
     assert (found.error, found.env_rewards, len(found.turns)) == (None, {"reward": 1.0}, len(WORK[name]))
     assert found.info["verifier_log"].strip() == "verified" and found.render_mismatch is None
+    assert "/app/hello.txt" in found.info["files_changed"].split()
     sampled = {}
     for sequence in found.tree.sequences():
         for turn, trained, logprob in zip(sequence.turns, sequence.mask, sequence.logprobs, strict=True):

@@ -68,10 +68,11 @@ def test_commands_are_shown_as_a_terminal_shows_them():
         call = ToolCall("bash", {"command": command}, output, data={"exit_code": code, "seconds": 0.25})
         made.turns.append(Turn(index, {}, tool_calls=[call]))
     made.info, made.env_rewards = {"verifier_log": "2 failed\n"}, {"reward": 0.5, "style": 1.0}
+    made.info["files_changed"] = "/a\x1b\n"
     shown = drawn(render_trajectory(made, tokenizer, color=False))
     assert shown.startswith("Count.«I run wc *.»\n$ wc *\nfirst\\x1bxxx") and "not shown" not in shown
     assert "x\n[2,013 characters left out]\nx" in shown and "xlast\nexit code 0 · 0.25 s\n«I run" in shown
-    assert "false.»\n$ false\nno\nexit code 1 · 0.25 s\nverifier log:\n2 failed\nmax_steps\n" in shown
+    assert "$ false\nno\nexit code 1 · 0.25 s\nfiles changed:\n/a\\x1b\nverifier log:\n2 failed\nmax_steps\n" in shown
     assert "  environment reward reward: 0.5\n  environment reward style: 1\n" in shown
 
 

@@ -458,7 +458,7 @@ class HarborEnv(MultiTurnToolEnv):
             raise failure
         if not started.done():  # what is verified is none of the policy's work
             raise TaskError(f"The conversation came into no container: {done.agent_error}")
-        info: dict[str, Any] = {"verifier_log": done.verifier_log}
+        info: dict[str, Any] = {"verifier_log": done.verifier_log, "files_changed": done.files_changed}
         if self.pool is not None:
             waited = max(0.0, done.started - self._needed)
             info |= {"start_seconds": round(done.start_seconds, 3), "start_waited": round(waited, 3)}
@@ -671,5 +671,6 @@ class _HarborAgentEnv(AgentEnv):
         except Exception as error:  # raised by `run`: a limit that was reached before is not what went wrong
             self._failed = error
             return None
-        info = {"verifier_log": done.verifier_log, "agent_log": done.agent_log, "agent_error": done.agent_error}
+        info = {"verifier_log": done.verifier_log, "files_changed": done.files_changed}
+        info |= {"agent_log": done.agent_log, "agent_error": done.agent_error}
         return Outcome(done.rewards, info={name: said for name, said in info.items() if said})

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,11 @@ from mt_grpo.integrations.harbor.containers import (
     TaskError,
     Verified,
     is_gone,
+    list_changed,
     owner,
     read_task,
 )
+from mt_grpo.integrations.harbor.shell import GRACE
 
 _USER = 65534  # what a sandbox runs as where the trainer is root, for whom the limit of processes would not hold
 _PREFIX = "mt-grpo-bwrap-"
@@ -186,6 +189,7 @@ class Sandbox:
     def __init__(self, task: Path) -> None:
         self._task, self._machine = task, read_machine(task)
         self._process: asyncio.subprocess.Process | None = None
+        self.since = 0.0  # when the agent began
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         (self._folder / "owner").write_text(owner())
 
@@ -205,10 +209,12 @@ class Sandbox:
             else:
                 shutil.copy2(source, place)
         _give(self._folder / "root")
+        self.since = time.time()
 
     async def fork(self) -> tuple[Sandbox, int]:
         """Another with a copy of its files, and the number of processes that it has no copy of."""
         twin, running = Sandbox(self._task), self._background()
+        twin.since = self.since
         source, target = self._folder / "root", twin._folder / "root"
         try:
             _send(running, signal.SIGSTOP)  # files stand still while they are copied
@@ -295,9 +301,22 @@ class Sandbox:
         try:
             await talk(self)
             await self.close()
-            return Verified(*await self.verify())
+            changed = await self._changed()
+            return Verified(*await self.verify(), files_changed=changed)
         finally:
             await self.drop()
+
+    async def _changed(self) -> str:
+        """The files that were written in it, a line each."""
+        folders = sorted(f"/{name}" for name in self._machine.folders())
+        process = await self._begin("/", (), list_changed(folders, self.since))
+        assert process.stdout is not None
+        said = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                said = await process.stdout.read()
+        await _end(process)
+        return said.decode(errors="replace")
 
     async def drop(self) -> None:
         await self.close()

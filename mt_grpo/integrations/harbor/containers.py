@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from mt_grpo.data.terminal import own_folder
 from mt_grpo.errors import ConfigError
 
 SHOWN_LOG = 20_000  # most characters of a log that are kept, from its end
+_LISTED = 4_000  # most bytes of the names of files that an agent wrote
 
 
 class TaskError(Exception):
@@ -43,6 +45,14 @@ class Verified:
     agent_error: str | None = None
     start_seconds: float = 0.0
     started: float = 0.0
+    files_changed: str = ""
+
+
+def list_changed(folders: Iterable[str], since: float) -> str:
+    """A script that prints which files of folders were written since a time, but the shell's and the verifier's."""
+    left_out = " -o ".join(f"-path {path}" for path in ("'*/.shell'", "/logs", "/tests"))
+    found = f"find {shlex.join(folders)} -xdev \\( {left_out} \\) -prune -o -type f -newermt @{since:.2f} -print"
+    return f"{found} 2> /dev/null | sort | head -c {_LISTED}"
 
 
 ENGINES = ("docker", "podman")  # sandboxes whose containers run on this machine, by the name of their program

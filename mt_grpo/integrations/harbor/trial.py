@@ -43,6 +43,7 @@ from mt_grpo.integrations.harbor.containers import (
     TaskError,
     Verified,
     image_of,
+    list_changed,
     owner,
     write_overlay,
 )
@@ -198,6 +199,7 @@ class _Prepared(DockerEnvironment):
         self._before: _Running | None = None
         self._sessions: list[_Session] = []
         self.spoilt = False  # whether the agent removed what the container begins with
+        self.since, self.files_changed = math.inf, ""  # when an agent began, and what was written since
         place = options["trial_paths"].trial_dir / f"{options['session_id']}.json"
         overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=config.storage_mb)
         options["extra_docker_compose"] = [*(options.get("extra_docker_compose") or ()), overlay]
@@ -229,7 +231,9 @@ class _Prepared(DockerEnvironment):
             raise TaskError(f"The container cannot be copied: {(made.stdout or '').strip()[-500:]}")
         lost = running.processes - self._before.processes if running and self._before else ()
         try:
-            return await begin_trial(self.type().value, str(self.environment_dir.parent), copy=copy), len(lost)
+            begun = await begin_trial(self.type().value, str(self.environment_dir.parent), copy=copy)
+            begun.trial.agent_environment.since = self.since
+            return begun, len(lost)
         except BaseException:
             await self._ask("image", "rm", "--force", copy)
             raise
@@ -309,6 +313,7 @@ class _Prepared(DockerEnvironment):
         than before, since a task may ask for that, all but what serves.
         """
         before = self._before = await self._running()
+        self.since = min(self.since, time.time())
         (raised,) = await asyncio.gather(run(**arguments), return_exceptions=True)
         await self._end(*self._sessions)  # root can get into them
         ports = before.ports if before else set()
@@ -319,6 +324,7 @@ class _Prepared(DockerEnvironment):
                     while ports and not ((now := await self._running()) and ports <= now.ports):
                         await asyncio.sleep(_POLL)
                     await self.run_healthcheck()
+        self.files_changed = await self._as_root(list_changed(["/"], self.since))
         paths = EnvironmentPaths.for_os(self.task_env_config.os)
         # what the agent put in place of the numbers of the tests, and of their folder
         tests = f"t={paths.tests_dir}; [ -d $t ] && [ ! -L $t ] || rm -rf $t"
@@ -478,6 +484,7 @@ class BegunTrial:
                 error,
                 self.start_seconds,
                 self.started,
+                getattr(trial.agent_environment, "files_changed", ""),
             )
 
     async def _limited(self) -> None:
