@@ -672,7 +672,7 @@ def test_an_agent_that_is_not_there_is_no_zero(work):
         ("bubblewrap", "`agent: bubblewrap` is none of Harbor's"),
         (5, "`agent: 5` is no agent: give a name, or options of Harbor's `AgentConfig`"),
         ({"nam": "codex"}, "`agent` has no option .nam.: it has those of Harbor.s `AgentConfig`"),
-        ({"import_path": "nowhere:Agent"}, "`agent: nowhere:Agent` is no agent of Harbor's ("),
+        ({"import_path": "nowhere:Agent"}, r"`agent: nowhere:Agent` is no agent of Harbor's \("),
     ],
 )
 def test_wrong_agents_are_refused(agent, message, make_task):
