@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import fields
@@ -476,6 +477,13 @@ def test_a_machine_without_bwrap_is_refused(monkeypatch, tmp_path):
         check_usable()
 
 
+def test_harbor_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "harbor", None)
+    mend = r"`pip install mt-grpo\[harbor\]` with Python 3.12 or later, or take `sandbox: bubblewrap`"
+    with pytest.raises(ConfigError, match=f"needs `harbor`, which is not installed: {mend}"):
+        HarborEnv("podman")
+
+
 @pytest.fixture
 def build(make_task):
     """Builds what `env: {type: harbor, sandbox: bubblewrap, ...}` stands for."""
@@ -531,6 +539,7 @@ def test_the_quickstart_trains_and_its_sandboxes_are_found(tmp_path, capsys, mon
     assert main(["doctor", recipe, *own]) == 0
     out = capsys.readouterr().out
     assert "sandbox         `bubblewrap` is here and answers\nok    sandbox         96 tasks need no image\n" in out
+    assert "GB of disk are free for" in out
     small = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--num_generations", "4", "--do_eval", "false"]
     small += ["--dataset_train_split", "train[5:6]"]
     assert main(["train", recipe, *own, *small]) == 0

@@ -671,6 +671,6 @@ class _HarborAgentEnv(AgentEnv):
         except Exception as error:  # raised by `run`: a limit that was reached before is not what went wrong
             self._failed = error
             return None
-        info = {"verifier_log": done.verifier_log, "files_changed": done.files_changed}
-        info |= {"agent_log": done.agent_log, "agent_error": done.agent_error}
+        info = {"verifier_log": done.verifier_log, "agent_log": done.agent_log, "agent_error": done.agent_error}
+        info["files_changed"] = done.files_changed
         return Outcome(done.rewards, info={name: said for name, said in info.items() if said})
