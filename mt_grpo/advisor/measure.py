@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
-from mt_grpo.advisor import Chosen
+from mt_grpo.advisor import Chosen, rollout_command
 from mt_grpo.advisor.compare import ALL, Comparison, Judgement, judge_rules
 from mt_grpo.credit import (
     ADVANTAGE_ESTIMATORS,
@@ -97,6 +98,12 @@ def _measure(chosen: Chosen, tell: _Tell, note: _Tell) -> Found:
     """`note` is given what is done from here on."""
     options = chosen.options
     trajectories = _read_conversations(chosen)
+    recorded = [each for one in trajectories for node in one.tree.nodes for each in node.logprobs]
+    if recorded and all(map(isnan, recorded)):
+        raise UserError(
+            f"An endpoint had the conversations of {chosen.run.folder}, and rules are compared on what the model to "
+            f"be trained samples: sample some with {rollout_command(chosen.run, 32)}."
+        )
     rewards = chosen.run.about["rewards"]
     batch = _reward_batch(trajectories, rewards, chosen.group_size)
     note("loading the model")

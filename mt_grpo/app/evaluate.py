@@ -272,20 +272,27 @@ def _converse(
     writer.append([*writer.save_tokenizer(records.save_tokenizer), run_line(about, records.rewards)])
     parts = count(len(list((model.folder / FOLDER).glob("eval-*.parquet"))))
     progress = _Shown(model.name, len(done), sum(done), console)
+    usage = {} if model.endpoint is None else model.endpoint.usage
+
+    def evaluated(number: int, used: Row) -> Row:
+        place = asked.sums[number // generations]
+        return {"kind": "evaluated", "session": session_id("eval", 0, 0, number), "row": place, **used}
 
     def take(ended: RolloutBatch) -> None:
         them = ended.trajectories
         numbers = [session_number(each.session) for each in them]
         batch = Batch("eval", 0, 0, generations, numbers, them, records.rewards, next(parts))
         lines = writer.write(batch)
-        for number, session, each in zip(numbers, batch.sessions, them, strict=True):
-            used = model.endpoint.usage.pop(each.session, {}) if model.endpoint is not None else {}
-            lines.append({"kind": "evaluated", "session": session, "row": asked.sums[number // generations], **used})
+        lines += [evaluated(number, usage.pop(each.session, {})) for number, each in zip(numbers, them, strict=True)]
         writer.append(lines)
         progress.advance(len(them))
 
-    with progress.shown():
-        trainer.converse([row for row in asked.rows for _ in range(generations)], done, generations, take)
+    try:
+        with progress.shown():
+            trainer.converse([row for row in asked.rows for _ in range(generations)], done, generations, take)
+    finally:  # conversations that broke off were paid too
+        if usage:
+            writer.append([evaluated(session_number(session), used) for session, used in usage.items()])
 
 
 def _done(folder: Path, about: Row, sums: list[int], generations: int) -> list[bool]:

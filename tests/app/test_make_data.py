@@ -132,6 +132,29 @@ def test_rows_are_chosen_by_how_often_they_were_passed(sampled, recipe, prints, 
     assert "1 of 4 training rows are not in" in refused("train", *words)
 
 
+def test_rules_are_not_compared_on_an_endpoints_conversations(sampled, refused, tmp_path):
+    says = refused("credit", tmp_path / "data")
+    assert "An endpoint had the conversations of" in says and "config.yaml --num_prompts 32 --save FOLDER`" in says
+
+
+def test_what_an_endpoint_was_paid_before_a_stop_is_counted(endpoint, recipe, prints, refused, tmp_path):
+    """Conversations that a stop breaks off are sampled again, and were paid."""
+    paid = [True]
+    call = '<tool>{"name": "search", "args": {"query": "Peru"}}</tool>'
+
+    def answer(number, body):
+        if len(body["messages"]) > 2 and paid[0]:
+            return refusal(402, "no money left")
+        return RIGHT if len(body["messages"]) > 2 else call
+
+    server = endpoint(answer)
+    words = [*recipe(max_concurrent_rollouts=1), "--save", tmp_path / "data", "--model", f"{server.url}/v1"]
+    words += ["--num_generations", "1"]
+    assert "no money left" in refused("rollout", *words)
+    paid[0] = False
+    assert "9 requests, 900 tokens in" in prints("rollout", *words)
+
+
 def test_nothing_that_passes_is_told_with_what_was_earned(sampled, capsys, tmp_path):
     _, words, _ = sampled
     assert main(["rollout", *map(str, words), "--keep", "exact_match>1"]) == 1
