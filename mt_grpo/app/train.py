@@ -36,6 +36,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.credit import CreditError, rule_label
+from mt_grpo.envs import MultiTurnToolEnv
+from mt_grpo.envs.source import source_of
 from mt_grpo.errors import ServerGoneError, WeightSyncError
 from mt_grpo.options.values import HAS_A_USER, env_type
 from mt_grpo.preemption import PreemptedError, print_error
@@ -203,7 +205,8 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         raise RolloutError(f"Every conversation of the run failed, the first with: {counts.first_failure}")
     console.print("What to do next:", highlight=False)
     adapter = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
-    for what, command in _next_steps(args, adapter):
+    talks = any(isinstance(each, MultiTurnToolEnv) for each in source_of(trainer.env).prototypes())
+    for what, command in _next_steps(args, adapter, talks):
         console.print(f"  # {what}\n  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -312,8 +315,8 @@ _CONTENTS = {
 }
 
 
-def _next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
-    """What can be done with a finished run."""
+def _next_steps(args: MTGRPOConfig, adapter: bool, talks: bool = True) -> list[tuple[str, str]]:
+    """What can be done with a finished run; of its environment, whether the model answers in it."""
     folder = args.output_dir
     trained, options, steps = folder, [], []
     if adapter:
@@ -328,7 +331,7 @@ def _next_steps(args: MTGRPOConfig, adapter: bool) -> list[tuple[str, str]]:
         steps.append(("end the run's vLLM server, and start one of the trained model", _command("serve", *arguments)))
     steps.append(("see what the agent did, and the credit it got", _command("view", folder)))
     steps.append(("see what the trained agent does", _command("rollout", *arguments)))
-    if args.environments is None and env_type(vars(args)) in HAS_A_USER:
+    if talks and args.environments is None and env_type(vars(args)) in HAS_A_USER:
         steps.append(("ask it something", _command("chat", folder, *_config(args)[2:])))
     checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:

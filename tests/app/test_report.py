@@ -49,6 +49,16 @@ def test_a_finished_run_says_how_to_go_on(recipe, prints, tmp_path):
     assert (folder / "checkpoint-1").exists()  # it was resumed, not begun anew
 
 
+def test_an_environment_that_asks_by_itself_is_not_talked_with(recipe, prints, tmp_path):
+    (tmp_path / "asks.py").write_text(
+        "from mt_grpo.envs import Step, StepEnv\n\n\nclass Asks(StepEnv):\n    def reset(self, row):\n"
+        "        return row['prompt']\n\n    def step(self, turn):\n        return Step(done=True, reward=1.0)\n"
+    )
+    unset = dict.fromkeys(("tools", "call_protocol", "turn_reward_funcs"))
+    printed = prints("train", *recipe(**unset, env=f"{tmp_path / 'asks.py'}:Asks"))
+    assert [words[0] for words in commands(printed)] == ["view", "rollout"]
+
+
 @pytest.mark.slow
 def test_an_adapter_is_put_into_its_model_first(recipe, prints, tmp_path):
     adapter = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"], "do_eval": False}
