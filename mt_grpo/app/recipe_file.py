@@ -233,7 +233,7 @@ def read_mapping(path: Traversable, what: str, if_empty: str, if_other: str) -> 
     except ConfigError:
         raise
     # beside PyYAML's own, what it does not catch of numbers, dates, tags and depths
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from error
     refuse_first((content is None, if_empty), (not isinstance(content, dict), if_other))
     return content, {key.value: key.start_mark.line + 1 for key, _ in node.value}

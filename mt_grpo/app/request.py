@@ -21,7 +21,7 @@ from mt_grpo.app.recipe_file import (
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import FORMATS, check_place, did_you_mean, in_home, looks_like_path
 from mt_grpo.options.rules import check_batches, check_names, check_options, check_trainable
-from mt_grpo.options.table import Values
+from mt_grpo.options.table import OF_ENVIRONMENT, Values
 from mt_grpo.options.values import (
     SELF,
     SYNONYMS,
@@ -29,6 +29,7 @@ from mt_grpo.options.values import (
     is_bare,
     parse_agent,
     parse_dataset_filter,
+    parse_mapping,
     parse_reward,
     parse_teacher,
     refuse_unknown,
@@ -398,6 +399,13 @@ def _check_whole(request: Request, schema: Schema, command: str) -> None:
     for name in _IMPORTED:
         if isinstance(whole[name], str):  # one name stands for a list of one
             whole[name] = [whole[name]]
+    several = parse_mapping(whole["environments"], "environments")
+    owns = {f"environments: {name}: ": own for name, own in several.items()} if isinstance(several, dict) else {}
+    for place, own in {"": given, **owns}.items():  # those in `env: {type: ...}` are among the first
+        for key in OF_ENVIRONMENT if isinstance(own, dict) else ():
+            if own.get(key) is not None:
+                option = schema.options[key]
+                option.check(key, option.read(own[key]), f"`{place}{key}`", in_file=True)
     listed = [parse_reward(entry)[0] for name in _IMPORTED for entry in whole[name] or []]
     plugins = whole["external_plugins"] or whole["env"] or whole["environment_factory"] or whole["agent"]
     named = {name: option.examples for name, option in schema.options.items() if option.examples}

@@ -299,6 +299,11 @@ _OF_BATCHES = (
     _SERVER_GROUPS,
     _SEQUENCE_GROUPS,
     _Conflict(
+        lambda o: o.seed + o.processes > 2**32,
+        "<seed> is too large for {all}, each of which adds its number to it",
+        "set a smaller one",
+    ),
+    _Conflict(
         lambda o: o.batch % o.step,
         "`generation_batch_size: {batch}` is no multiple of {step} ({sizes})",
         "make it one, or leave it out",

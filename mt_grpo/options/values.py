@@ -436,12 +436,20 @@ def with_env_options(options: Values) -> dict[str, Any]:
     environments = parse_mapping(written.get("environments"), "environments")
     if isinstance(environments, Mapping):
         written["environments"] = {
-            name: _of_env({"env": given} if "type" in given else given, f"environments: {name}")
+            name: _listed(_of_env({"env": given} if "type" in given else given, f"environments: {name}"))
             if isinstance(given, Mapping)
             else given
             for name, given in environments.items()
         }
     return written
+
+
+def _listed(options: dict[str, Any]) -> dict[str, Any]:
+    """Options in which one name stands in a list, as a recipe may leave out."""
+    return {name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in options.items()}
+
+
+_LISTS = "tools", "environment_urls"
 
 
 def _of_env(options: Values, key: str) -> dict[str, Any]:

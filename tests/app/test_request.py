@@ -38,7 +38,16 @@ FILES = {
     "no_recipes/text.txt": "",
     "latin.yaml": None,
 }
-NO_YAML = ["[a]: 1", "a: {[b]: 1}", "a: 2020-13-45", f"a: {'1' * 5000}", f"a: {'[' * 3000}", "a: &x [*x]", "a: \0"]
+NO_YAML = [
+    "[a]: 1",
+    "a: {[b]: 1}",
+    "a: !!map [b]",
+    "a: 2020-13-45",
+    f"a: {'1' * 5000}",
+    f"a: {'[' * 3000}",
+    "a: &x [*x]",
+    "a: \0",
+]
 FILES |= {f"no_yaml{number}.yaml": text for number, text in enumerate(NO_YAML)}
 """Files that PyYAML reads with an error of another kind, and one whose list holds itself."""
 
@@ -137,6 +146,9 @@ REFUSED = {
     'train good.yaml --environments \'{"a": {"max_tool_calls": 3}}\'': (
         "The key 'max_tool_calls' of `environments: a` is unknown: here it is `max_env_steps`."
     ),
+    'train good.yaml --environments \'{"a": {"system_prompt": 3}}\'': "`environments: a: system_prompt` is 3",
+    'train good.yaml --environments \'{"a": {"max_env_steps": 1.5}}\'': "`environments: a: max_env_steps` is 1.5",
+    'train good.yaml --env \'{"type": "tools", "tools": 3}\'': "`tools` is 3: it takes a list or text, so put it in",
     'train good.yaml --environments \'{"a": {"lr": 3}}\'': "The key 'lr' of `environments: a` is unknown: it takes",
     "doctor good.yaml --gpu_memory 0": "`--gpu_memory` is 0.0: it takes a number from 1 on.",
     "doctor good.yaml --num_processes none": "`--num_processes` is 'none'",

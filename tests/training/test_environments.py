@@ -242,6 +242,7 @@ def test_a_game_is_made_of_its_keys(named):
     made = named(env=env)
     assert (made.make.__name__, made.parse, made.max_turns, made.tag) == ("Count", int, 2, None)
     assert named(environments={"a": env, "b": {}})["a"].parse is int
+    assert [*named(environments={"a": {"tools": "calculator"}})["a"].tools] == ["calculator"]  # no list of letters
     with pytest.raises(ConfigError, match="`max_env_steps: 3` has no effect on `env: {type: gym}`: only what is made"):
         named(env=env, max_env_steps=3)
 

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
+from mt_grpo.options.rules import check_batches
 from mt_grpo.training import MTGRPOConfig, preflight
 from mt_grpo.training.preflight import check_batch_sizes, check_folder, check_surroundings
 
@@ -92,6 +93,13 @@ def test_deepspeed_is_held_against_the_true_batch_size(config, monkeypatch):
 def test_options_that_make_no_batch_are_refused(config, options, problem):
     with pytest.raises(ValueError, match=problem):
         check_batch_sizes(config(**options))
+
+
+def test_a_seed_has_room_for_every_process(config):
+    args = config(seed=2**32 - 1, num_generations=4)
+    check_batch_sizes(args)
+    with pytest.raises(ConfigError, match="`seed: 4294967295` is too large for 2 processes, each of which adds its"):
+        check_batches(vars(args), 2)
 
 
 def test_what_is_not_said_is_chosen_by_the_device(build, no_gpu, caplog):
