@@ -282,7 +282,7 @@ def _own_rows(recipe: Recipe, source: EnvSource) -> tuple[Dataset | None, Datase
         if rows and not chosen[-1]:
             raise DatasetError(f"The split {split!r} has none of the {len(rows)} rows of the environment.")
     train, evaluated = chosen
-    return train and _filtered(train, script), evaluated
+    return train and _filtered(train, script), evaluated or None
 
 
 def _filtered(rows: Rows, script: MTGRPOScriptArguments) -> Rows:
