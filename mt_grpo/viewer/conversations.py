@@ -86,7 +86,7 @@ def group(run: Run, columns: Columns, key: Row) -> Row:
 
 
 def may_be_lost(columns: Columns) -> list[Row]:
-    """Rows of the latest `_MOST_READ` training conversations with a failed call and a wrong answer."""
+    """Rows of the latest `_MOST_READ` training conversations with a failed turn and a wrong answer."""
     places = np.flatnonzero(columns.where(parse_filter("mode=train right=0 errors>0")))[-_MOST_READ:]
     return columns.rows.at(places)
 

@@ -52,7 +52,7 @@ def overview(columns: Columns, steps: list[Row], metrics: list[Row]) -> Row:
         "tokens clipped": mean(columns.numbers("clipped")[train]),
         "entropy": mean(number["entropy"]),
         "gradient norm": np.array([norms.get(int(step), np.nan) for step in axis], float),
-        "with a failed call": mean((number["errors"] > 0).astype(float)),
+        "with a failed turn": mean((number["errors"] > 0).astype(float)),
     }
     first, last = _bins(axis)
     silent = health["groups without signal"]
@@ -96,7 +96,7 @@ def _means(values: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
 
 
 def _held_out(columns: Columns) -> list[Row]:
-    """Each evaluation: `step`, mean `reward`, the share `right`, and how many `questions` it asked."""
+    """Each evaluation: `step`, mean `reward`, the share `right`, and of how many `questions`."""
     mask = columns.is_text("mode", "eval")
     step = columns.numbers("step")
     points = []
@@ -107,7 +107,8 @@ def _held_out(columns: Columns) -> list[Row]:
             values = columns.numbers(name)[here]
             known = values[~np.isnan(values)]
             point[name] = float(known.mean()) if len(known) else None
-        points.append({**point, "questions": len(np.unique(columns.groups[here]))})
+        judged = here & ~np.isnan(columns.numbers("right"))
+        points.append({**point, "questions": len(np.unique(columns.groups[judged]))})
     return points
 
 
@@ -160,7 +161,7 @@ def _points(values: np.ndarray) -> list[float | None]:
 
 _GOOD = "ok"
 
-_LIMITS = {"groups without signal": 0.5, "tokens clipped": 0.2, "with a failed call": 0.3}
+_LIMITS = {"groups without signal": 0.5, "tokens clipped": 0.2, "with a failed turn": 0.3}
 """Shares above which a curve is worth a look."""
 
 _TIMES_USUAL = 4  # how many times its median a curve may reach
@@ -169,7 +170,7 @@ _EXPLORES = 0.02  # nats per token below which a policy hardly explores
 
 _SHARES = {
     "groups without signal": ("No turn has an advantage:", "groups", "signal=0"),
-    "with a failed call": ("A call failed:", "conversations", "errors>0"),
+    "with a failed turn": ("A turn failed:", "conversations", "errors>0"),
 }
 """Curves of shares: the words of a finding, what is counted, and the filter that finds it."""
 

@@ -192,6 +192,11 @@ def test_after_one_step_charts_are_not_blank(browser, tmp_path):
         assert len(areas) > 5 and min(areas) > 10  # a bar each
         assert count(page, ".health svg:not(:has(.point))") == 0
         assert page.inner_text("h3:has-text('Cut off')").endswith("at step 0")
+        zeros = "chart('zeros', '', { steps: [0, 1], curves: [['a', [0, 0]]] })"
+        page.evaluate(f"import('./charts.js').then(({{ chart }}) => document.querySelector('main').append({zeros}))")
+        page.wait_for_selector("h3:has-text('zeros') + .chart text")
+        shown_at = page.locator("h3:has-text('zeros') + .chart text").all_text_contents()
+        assert shown_at[:3] == ["0.00", "0.50", "1.00"]
 
 
 def test_a_finding_leads_to_its_conversations(page):

@@ -136,7 +136,7 @@ def test_curves_are_means_over_the_conversations_of_a_step(queries):
     assert view["step"] == list(range(12)) and [point["step"] for point in view["held_out"]] == [0, 12]
     for step in view["step"]:
         rows = rows_of(queries, mode="train", step=step)
-        health = view["health"]["with a failed call"], view["health"]["engine − trainer"]
+        health = view["health"]["with a failed turn"], view["health"]["engine − trainer"]
         shown = view["reward"], view["stops"]["timeout"], *health, view["rewards"]["format"]
         formats = [row["rewards"]["format"] for row in rows if row["rewards"]["format"] is not None]
         values = [[row["reward"], row["stop"] == "timeout", sum(row["errors"]) > 0] for row in rows]
@@ -164,7 +164,8 @@ def test_steps_and_questions_of_a_long_run_are_counted_singly():
     for step, member in product(range(steps), range(2)):
         lines.append(index_line(f"s{step}-{member}", step=step, member=member, reward=float(step < 3 and member)))
     for group, member in product(range(3), range(4)):
-        lines.append(index_line(f"e{group}-{member}", mode="eval", group=group, member=member))
+        lines.append(index_line(f"e{group}-{member}", mode="eval", group=group, member=member, right=True))
+    lines.append(index_line("e3-0", mode="eval", group=3, right=None))  # nothing judged it
     rows.add("rollout", lines)
     view = overview(Columns(rows), [], [])
     assert view["silent"] == {"steps": steps - 3, "of": steps, "most": 1.0}

@@ -49,7 +49,7 @@ function plot(width, { steps, last: lasts, curves, stacked, bands, points, text,
   const logs = log && !stacked && positive.length > 0
   const bottom = logs ? 10 ** Math.floor(Math.log10(Math.min(...positive)) + 1e-9) : Math.min(0, ...known)
   const high = logs ? Math.max(bottom * 10, 10 ** Math.ceil(Math.log10(Math.max(...positive)) - 1e-9))
-    : top ?? bottom + round((Math.max(...known, bottom + 1e-9) - bottom) * 1.001)
+    : top ?? bottom + round((Math.max(...known, bottom) - bottom || 1) * 1.001)
   const at = share => (logs ? bottom * (high / bottom) ** share : bottom + share * (high - bottom))
   const left = 12 + 6.4 * Math.max(...[0, 0.5, 1].map(share => text(at(share)).length))
   const w = width - left - right, y0 = HEIGHT - lower

@@ -164,7 +164,7 @@ async function showLost(main) {
   const q = `session=${sessions.slice(0, MOST_LINKED).join(',')}`
   const fine = [...list.children].find(each => each.querySelector('.dot.ok')) ?? null
   list.insertBefore(item({ level: 'warn', strong: plural(sessions.length, 'conversation'), label: 'show them', link: { view: 'find', q },
-    text: `of the latest ${read} with a failed call and a wrong answer had the right one in a turn that could not be read.` }), fine)
+    text: `of the latest ${read} with a failed turn and a wrong answer had the right one in a turn that could not be read.` }), fine)
 }
 
 function item(finding) {
