@@ -203,6 +203,14 @@ class _Loader(yaml.SafeLoader):
             lines[key.value] = line
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        value = super().construct_scalar(node)
+        try:  # JSON writes a character as two escapes, which PyYAML takes for two characters
+            return value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"The text {value!r} in {self.name}, line {line}, has half a character.") from None
+
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")

@@ -549,11 +549,22 @@ OF_LIBRARIES = {
         (
             *("generation_batch_size", "ref_model_sync_steps", "repetition_penalty"),
             *("sapo_temperature_neg", "sapo_temperature_pos"),
+            *("eval_accumulation_steps", "dataloader_prefetch_factor"),
         ),
         Option(rule=_ABOVE_ZERO),
     ),
+    "pad_to_multiple_of": Option(
+        rule=_Rule(
+            lambda value: value == "auto" or (isinstance(value, int) and value > 0),
+            _ABOVE_ZERO.advice,
+            of_numbers=False,
+        )
+    ),
     "top_entropy_quantile": Option(rule=_SHARE),
-    **dict.fromkeys(("delta", "max_tool_calling_iterations"), Option(rule=_NOT_BELOW_ZERO)),
+    **dict.fromkeys(
+        ("delta", "max_tool_calling_iterations", "dataloader_num_workers", "neftune_noise_alpha"),
+        Option(rule=_NOT_BELOW_ZERO),
+    ),
     **dict.fromkeys(  # of TRL's own generation
         (
             *("cache_implementation", "generation_kwargs", "use_transformers_continuous_batching"),

@@ -25,6 +25,8 @@ FILES = {
     "broken.yaml": "a: [\n",
     "twice.yaml": "model_name_or_path: m\nmax_steps: 5\ndataset_name: d\nmax_steps: 6\n",
     "deep.yaml": "lr_scheduler_kwargs:\n  min_lr: 1e-4\n  min_lr: 1e-5\n",
+    "half.yaml": 'model_name_or_path: "\\ud83d"\n',
+    "escaped.yaml": '{"model_name_or_path": "m", "dataset_name": "d", "system_prompt": "\\ud83d\\ude00"}',
     "typo.yaml": "model_name_or_path: m\nlearning_rat: 1\n",
     "far.yaml": "quickness: 1\n",
     "no_model.yaml": "dataset_name: d\n",
@@ -129,6 +131,7 @@ REFUSED = {
     "train latin.yaml": "The recipe 'latin.yaml' is no text in UTF-8: give a YAML file.",
     "train twice.yaml": "The key 'max_steps' stands in twice.yaml twice, in lines 2 and 4: leave one out.",
     "train deep.yaml": "The key 'min_lr' stands in deep.yaml twice, in lines 2 and 3: leave one out.",
+    "train half.yaml": r"The text '\ud83d' in half.yaml, line 1, has half a character.",
     "train typo.yaml": "The key 'learning_rat' in typo.yaml, line 2, is unknown; the nearest is 'learning_rate'.",
     "train far.yaml": "The key 'quickness' in far.yaml, line 1, is unknown: `mt-grpo train --help-all` lists",
     "train no_model.yaml": "The recipe names no model: set `model_name_or_path`.",
@@ -218,6 +221,7 @@ ACCEPTED = [
     ["good.yaml", "--resume_from_checkpoint", "true", "--column_mapping", '{"prompt": "question"}'],
     ["good.yaml", "--turn_reward_funcs", "step_reward", '{"name": "information_gain", "gain": "probability"}'],
     ["merged.yaml"],
+    ["escaped.yaml"],
     *([str(recipe)] for recipe in RECIPES),
 ]
 
@@ -302,6 +306,10 @@ def test_a_merged_mapping_may_be_changed(answers):
     (merged,) = (values for values in answers[1] if "model_init_kwargs" in values)
     assert merged["lr_scheduler_kwargs"] == {"min_lr": 1e-4, "power": 2}
     assert merged["model_init_kwargs"] == {"min_lr": 1e-4, "power": 3}
+
+
+def test_two_escapes_of_json_are_one_character(answers):
+    assert [values.get("system_prompt") for values in answers[1]].count("\U0001f600") == 1
 
 
 def test_the_script_for_accelerate_refuses_as_the_command_does(tmp_path):
