@@ -286,7 +286,7 @@ def test_typed_output_is_a_call_that_the_model_may_miss(agent):
     assert (trajectory.env_rewards, trajectory.tree.num_sequences) == ({"reward": 10.0}, 1)
 
 
-# mini-swe-agent in its text mode, as `benchmarks/mini_swe.py` trains it
+# mini-swe-agent in its text mode, as `benchmarks/terminal.py` trains it
 
 
 @pytest.fixture
