@@ -209,6 +209,9 @@ def test_the_distance_is_divided_as_the_loss_is(teach):
             trainer.args.distillation_coef, trainer.beta = distilled, penalised
             losses.append(trainer.compute_loss(trainer.model, inputs))
         torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    trainer.args.distillation_coef, trainer.beta = 0.5, 0.0
+    inputs["importance_sampling_ratio"] *= 2  # of what other weights have sampled
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, inputs), 2 * losses[0], rtol=1e-5, atol=0)
 
 
 STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}

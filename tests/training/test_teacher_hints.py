@@ -16,6 +16,7 @@ from mt_grpo.envs import Step, StepEnv
 from mt_grpo.errors import ConfigError
 from mt_grpo.forward.packing import unique_tokens
 from mt_grpo.rewards import OutcomeReward, TeacherAgreement
+from mt_grpo.rollout.token_row import AnswerLeaves
 from mt_grpo.runlog import read_trajectories
 from mt_grpo.training import distillation
 from mt_grpo.training.distillation import LOGPS
@@ -28,10 +29,10 @@ HISTORIES = (
 
 
 class Named(OutcomeReward):
-    """1 for an answer with Lima."""
+    """1 for an answer with Lima; half a success is none."""
 
     def score(self, trajectory, **row):
-        return float("Lima" in (trajectory.answer or ""))
+        return 1.0 if "Lima" in (trajectory.answer or "") else 0.5
 
 
 class Told(StepEnv):
@@ -174,7 +175,11 @@ def test_a_turn_is_not_distilled_where_its_hint_is_too_long(teach, tokenizer, ca
         batch(trainer)
     turn = trainer.batch.trajectories[3].turns[2]
     assert 250 < turn.context_length + turn.num_tokens < 280 and check_log_probs(trainer) == 8
-    assert trainer.batch.trajectories[3].teacher_log_ratios[2] is None
+    (trajectory,) = trainer.batch.trajectories[3:]
+    assert trajectory.teacher_log_ratios[2] is None
+    hinted = partial(AnswerLeaves.hinted, trajectory, trainer.runner.renderer_of, trajectory.teacher_hint)
+    longest = len(hinted(1000).tree.path_of_turn(2))
+    assert (hinted(longest).turns, hinted(longest - 1).turns) == ([0, 1, 2], [0, 1])
     assert "and of 1 some turns have no place for it, or a context that is too long with it." in caplog.text
 
 
