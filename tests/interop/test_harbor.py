@@ -680,6 +680,23 @@ def test_wrong_agents_are_refused(agent, message, make_task):
         HarborAgents(agent, str(make_task("hello")), sandbox=ENGINE)
 
 
+@pytest.mark.parametrize(
+    ("policy", "reaching"),
+    [("", "main"), ('network_mode = "no-network"\n', "harbor-docker-egress-control-sidecar")],
+)
+def test_a_bounded_network_reaches_the_policy_by_its_service(make_task, monkeypatch, policy, reaching):
+    """As engines refuse names of machines for a container that has the network of another."""
+    monkeypatch.setattr(trial.DockerEnvironment, "_egress_control_kernel_support", classmethod(lambda cls: True))
+    monkeypatch.setattr(trial, "BegunTrial", lambda made, folder: (made.agent_environment, folder))
+    task = make_task(f"bounded-{bool(policy)}", extra=policy)
+    container, folder = asyncio.run(trial.begin_trial(ENGINE, str(next(task.iterdir())), reaches_host=True))
+    with folder:
+        (overlay,) = Path(folder.name).rglob(f"{container.session_id}.json")
+        services = json.loads(overlay.read_text())["services"]
+    named = {name: service["extra_hosts"] for name, service in services.items() if "extra_hosts" in service}
+    assert named == {reaching: ["host.docker.internal:host-gateway"]} and "pids_limit" in services["main"]
+
+
 def test_agents_in_containers_elsewhere_need_an_address(make_task):
     with pytest.raises(ConfigError, match="works in a container of `e2b`, which runs elsewhere: give the address"):
         HarborAgents("codex", str(make_task("hello")), sandbox="e2b")

@@ -78,8 +78,11 @@ def _began(pid: int) -> float:
     return psutil.Process(pid).create_time() - boot
 
 
-def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = None) -> Path:
-    """Writes what is added to a task's compose file: label, limits, lifetime, quick end and host."""
+def write_overlay(path: Path, *, through: str | None, storage_mb: int | None = None) -> Path:
+    """
+    Writes what is added to a task's compose file: label, limits, lifetime, quick end, and the name of this machine for
+    the service `through` whose network the container has.
+    """
     main: dict[str, object] = {
         "labels": {OWNER: owner()},
         "pids_limit": PROCESSES,
@@ -88,10 +91,11 @@ def write_overlay(path: Path, *, reaches_host: bool, storage_mb: int | None = No
     }
     if storage_mb is not None:  # engines bound the whole of a disk on few file systems
         main["ulimits"] = {"fsize": storage_mb * 2**20}
-    if reaches_host:
-        main["extra_hosts"] = [f"{HOST}:host-gateway"]
+    services = {"main": main}
+    if through is not None:
+        services.setdefault(through, {})["extra_hosts"] = [f"{HOST}:host-gateway"]
     networks = {"default": {"labels": {OWNER: owner()}}}  # it is made before the container is
-    path.write_text(json.dumps({"services": {"main": main}, "networks": networks}))  # JSON is YAML
+    path.write_text(json.dumps({"services": services, "networks": networks}))  # JSON is YAML
     return path
 
 

@@ -201,9 +201,12 @@ class _Prepared(DockerEnvironment):
         self.spoilt = False  # whether the agent removed what the container begins with
         self.since, self.files_changed = math.inf, ""  # when an agent began, and what was written since
         place = options["trial_paths"].trial_dir / f"{options['session_id']}.json"
-        overlay = write_overlay(place, reaches_host=reaches_host, storage_mb=config.storage_mb)
+        overlay = write_overlay(place, through=None, storage_mb=config.storage_mb)
         options["extra_docker_compose"] = [*(options.get("extra_docker_compose") or ()), overlay]
         super().__init__(**options)
+        if reaches_host:  # where a task bounds its network, that is of a service of Harbor's
+            through = self._EGRESS_CONTROL_SERVICE_NAME if self._enable_egress_control else MAIN_SERVICE_NAME
+            write_overlay(place, through=through, storage_mb=config.storage_mb)
 
     async def start(self, force_build: bool) -> None:
         if self._image is not None and self._copy is None:  # which is here, and leaves no lock
