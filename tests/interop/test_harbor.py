@@ -37,7 +37,6 @@ if shutil.which(ENGINE) is None:
     pytest.skip(f"{ENGINE} is not installed: run `make interop-harbor`", allow_module_level=True)
 
 from harbor.agents.base import BaseAgent  # noqa: E402
-from harbor.models.environment_type import EnvironmentType  # noqa: E402
 from harbor.models.trial.config import AgentConfig  # noqa: E402
 from harbor.registry.client import RegistryClientFactory  # noqa: E402
 from harbor.registry.client.json import JsonRegistryClient  # noqa: E402
@@ -263,7 +262,7 @@ def test_a_copy_in_which_no_trial_begins_is_removed(make_task, branch, monkeypat
 
 def test_solutions_of_generated_tasks_earn_one(tmp_path):
     for task in write_tasks(tmp_path, 5, image=BASE):
-        done = asyncio.run(run_trial(EnvironmentType.PODMAN, str(task), AgentConfig(name="oracle")))
+        done = asyncio.run(run_trial(ENGINE, str(task), AgentConfig(name="oracle")))
         assert done.rewards == {"reward": 1.0}, task
 
 
