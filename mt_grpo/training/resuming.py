@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,8 @@ def _placed(args: MTGRPOConfig) -> Iterator[None]:
         yield
     finally:
         args.output_dir = given
-        os.chdir(here)
+        with suppress(OSError):  # it may be gone, which would hide what ended the run
+            os.chdir(here)
 
 
 class EarlyStopping(EarlyStoppingCallback):
