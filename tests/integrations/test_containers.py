@@ -186,13 +186,14 @@ def test_clean_says_where_there_is_nothing_to_do(engine, capsys, monkeypatch):
         env(["--al"])
 
 
-@pytest.mark.parametrize("reaches_host", [True, False])
+@pytest.mark.parametrize("through", ["main", "sidecar", None])
 @pytest.mark.parametrize("storage", [None, 7])
-def test_a_container_is_labelled_and_bounded(tmp_path, reaches_host, storage):
-    overlay = write_overlay(tmp_path / "overlay.json", reaches_host=reaches_host, storage_mb=storage)
+def test_a_container_is_labelled_and_bounded(tmp_path, through, storage):
+    overlay = write_overlay(tmp_path / "overlay.json", through=through, storage_mb=storage)
     told = json.loads(overlay.read_text())
     main = told["services"]["main"]
     assert main["labels"] == told["networks"]["default"]["labels"] == {OWNER: owner()}
     assert main["command"] == ["sh", "-c", "exec sleep 86400"]  # so that it ends without its trainer
     assert main["pids_limit"] == 512 and main.get("ulimits") == (storage and {"fsize": 7 * 2**20})
-    assert ("extra_hosts" in main) == reaches_host
+    named = {name for name, service in told["services"].items() if "extra_hosts" in service}
+    assert named == ({through} if through else set())

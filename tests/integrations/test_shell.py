@@ -146,7 +146,7 @@ def test_a_container_that_still_answers_goes_on():
 
 
 def test_containers_of_this_process_are_not_leftovers(tmp_path, monkeypatch):
-    assert not is_gone(owner()) and OWNER in write_overlay(tmp_path / "overlay.json", reaches_host=False).read_text()
+    assert not is_gone(owner()) and OWNER in write_overlay(tmp_path / "overlay.json", through=None).read_text()
     host, pid, began = owner().split("/")
     assert is_gone(f"{host}/{pid}/{float(began) - 100}") and is_gone(f"{host}/999999999/1")
     assert not is_gone("another-host/999999999/1") and not is_gone("something else")

@@ -348,7 +348,7 @@ def test_two_batches_of_failed_conversations_end_the_run(build, tmp_path):
         ({"max_turn_length": 0}, "`max_turn_length` is 0"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
         ({"max_tool_calling_iterations": -1}, "`max_tool_calling_iterations` is -1; set 0 or more"),
-        ({"beta": -0.1}, "`beta` is -0.1; set 0 or more"),
+        ({"beta": -0.1}, "`beta` is -0.1; set a number from 0 on, or leave it out"),
         ({"epsilon": -0.2}, "`epsilon` is -0.2; set 0 or more"),
         # what contradicts the environment that the trainer is given
         ({"tool_timeout": 5.0}, "`tool_timeout` is 5.0 in the arguments and 60.0 in the `env`"),
