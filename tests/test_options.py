@@ -180,6 +180,13 @@ def test_what_stands_at_a_bound_is_taken(tmp_path):
     config(tmp_path, max_turn_length=600, max_completion_length=None, env="my_env.py:Env", call_protocol="of_my_env")
 
 
+@pytest.mark.parametrize("text", ["8", "auto", "none"])
+def test_a_padding_that_a_command_line_has_as_text_is_taken(tmp_path, text):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--pad_to_multiple_of", text]
+    (parsed,) = TrlParser((MTGRPOConfig,)).parse_args_into_dataclasses(words)
+    assert parsed.pad_to_multiple_of == (8 if text == "8" else None)
+
+
 @dataclass
 class OneMore(MTGRPOConfig):
     """A configuration with one more line in its table."""

@@ -555,7 +555,10 @@ OF_LIBRARIES = {
     ),
     "pad_to_multiple_of": Option(
         rule=_Rule(
-            lambda value: value == "auto" or (isinstance(value, int) and value > 0),
+            # a command line has it as text, which TRL reads
+            lambda value: (
+                (said := str(value).lower()) in ("auto", "none", "null") or (said.isdecimal() and int(said) > 0)
+            ),
             _ABOVE_ZERO.advice,
             of_numbers=False,
         )
