@@ -501,7 +501,8 @@ def _build(
             quantization_config=None if endpoint is not None else get_quantization_config(model),
             peft_config=None if endpoint is not None else peft_config,
         )
-        layers = [layer for layer, _ in trainer.model.named_modules()] if model.use_peft else []
+        adapts = model.use_peft and endpoint is None
+        layers = [layer for layer, _ in trainer.model.named_modules()] if adapts else []
         for wanted in (layers and model.lora_modules_to_save) or []:
             if not any(layer.endswith(wanted) for layer in layers):
                 raise ConfigError(f"`lora_modules_to_save` names {wanted!r}, and the model has no such layer.")

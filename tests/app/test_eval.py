@@ -100,6 +100,11 @@ def test_a_recipe_whose_reference_moves_is_evaluated(endpoint, results):
     assert line["rows"] == 4
 
 
+def test_an_endpoint_has_no_layers_that_an_adapter_names(endpoint, results):
+    keys = {"use_peft": True, "lora_modules_to_save": ["visual"]}
+    assert results(f"m@{endpoint(answers).url}/v1", keys=keys)["rows"] == 4
+
+
 @pytest.mark.slow
 def test_killed_evaluation_goes_on_without_sampling_twice(endpoint, recipe, results, tmp_path):
     def complete(number, body):
