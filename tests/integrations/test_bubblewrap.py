@@ -28,6 +28,7 @@ from mt_grpo.data import DatasetError, fingerprint
 from mt_grpo.data.terminal import KINDS, write_tasks
 from mt_grpo.envs.source import build_environment, check_source
 from mt_grpo.errors import ConfigError
+from mt_grpo.integrations import harbor
 from mt_grpo.integrations.harbor import HarborEnv, HarborTasks, shell
 from mt_grpo.integrations.harbor.bubblewrap import Sandbox, begin_trial, check_usable, read_machine
 from mt_grpo.integrations.harbor.containers import TaskError, Verified, owner
@@ -132,12 +133,14 @@ def test_a_sandbox_that_does_not_start_ends_what_is_sampled(make_task, play, sta
     assert found.stop_reason == StopReason.ENV_ERROR and "No room for it" in found.error and not found.turns
 
 
-def test_a_verified_sandbox_that_nobody_was_in_pays_nothing(make_task, play, start, nothing_is_left):
+@pytest.mark.parametrize("seconds", [1000, 0], ids=["it samples", "it waits to be in"])
+def test_a_verified_sandbox_that_nobody_was_in_pays_nothing(make_task, play, start, nothing_is_left, seconds):
     async def skip(asked, talk):
+        await asyncio.sleep(0.3)
         shutil.rmtree(next(nothing_is_left.iterdir()))
         return Verified({"reward": 1.0}, "", agent_error="No engine")
 
-    start(skip, seconds=1000)
+    start(skip, seconds)
     found = play(make_task(), SUBMIT)
     assert found.stop_reason == StopReason.ENV_ERROR and not found.env_rewards
     assert "came into no container: No engine" in found.error
@@ -434,6 +437,17 @@ def test_a_task_without_an_instruction_is_none(make_task):
     for given in (str(folder), 5):
         with pytest.raises(ConfigError, match="has no tasks of Harbor: a task is a folder with `task.toml` and"):
             HarborTasks(HarborEnv("bubblewrap"), given)
+
+
+def test_of_fetched_tasks_those_with_an_instruction_are_rows(make_task, tmp_path, monkeypatch):
+    async def fetched(name):  # as Harbor's tasks of several steps are
+        return {bare: "of steps", make_task(): "hello"}
+
+    bare = write_task(tmp_path / "steps", "")
+    (bare / "instruction.md").unlink()
+    monkeypatch.setattr(harbor, "_downloaded", fetched)
+    monkeypatch.setattr(harbor, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: True)))
+    assert HarborTasks(HarborEnv("bubblewrap"), "own@1").rows("train")["name"][:] == ["hello"]
 
 
 def test_tasks_are_rows_with_metadata_of_one_type_each(tmp_path):

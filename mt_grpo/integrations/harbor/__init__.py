@@ -199,13 +199,13 @@ def _tasks_of(option: str, given: object) -> dict[Path, str]:
     if isinstance(given, (str, os.PathLike)):
         root = Path(given).expanduser()
         found = {path: path.name for path in ([root] if (root / "task.toml").is_file() else sorted(root.glob("*")))}
-        found = {path: name for path, name in found.items() if all((path / file).is_file() for file in _OF_TASK)}
         known = isinstance(given, str) and _OF_REGISTRY.fullmatch(given) and not root.exists()
         if known and importlib.util.find_spec("harbor") is not None:
             try:
                 found = run(_downloaded(str(given)))
             except Exception as error:  # whatever Harbor or its libraries raise
                 fault = f", and Harbor cannot fetch such a dataset of its registry ({describe_error(error)})"
+        found = {path: name for path, name in found.items() if all((path / file).is_file() for file in _OF_TASK)}
     if not found:
         raise ConfigError(
             f"`{option}: {given}` has no tasks of Harbor{fault}: a task is a folder with `task.toml` and "
@@ -407,7 +407,7 @@ class HarborEnv(MultiTurnToolEnv):
     async def _until_started(self) -> None:
         if self._started is not None:
             self._need()
-            await self._started
+            await asyncio.shield(self._started)  # whoever waits may be cancelled: it has not started for that
 
     async def close(self) -> None:
         """Removes a fork in which no conversation went on."""
