@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from mt_grpo.integrations import harbor
-from mt_grpo.integrations.harbor import _Pool
+from mt_grpo.integrations.harbor import pool
+from mt_grpo.integrations.harbor.pool import Pool
 
 
 class Begun:
@@ -25,7 +25,7 @@ class Begun:
 @pytest.fixture
 def begin(monkeypatch):
     """Begins trials and keeps them; those of the task `bad` fail."""
-    monkeypatch.setattr(harbor, "_JITTER", 0.0)
+    monkeypatch.setattr(pool, "_JITTER", 0.0)
 
     async def one(task):
         await asyncio.sleep(0)
@@ -45,7 +45,7 @@ async def settle():
 
 def test_so_many_begin_ahead_and_each_is_taken_once(begin):
     async def batch():
-        ahead = _Pool(2, begin)
+        ahead = Pool(2, begin)
         async with ahead.ahead(["a", "b", "a", "c"]):
             await settle()
             assert [each.task for each in begin.made] == ["a", "b"]
@@ -61,7 +61,7 @@ def test_so_many_begin_ahead_and_each_is_taken_once(begin):
 
 def test_a_conversation_that_comes_first_begins_its_own(begin):
     async def batch():
-        ahead = _Pool(1, begin)
+        ahead = Pool(1, begin)
         async with ahead.ahead(["a", "b", "c"]):
             await settle()
             assert (await ahead.take("c")).task == "c"  # which is not begun again
@@ -77,7 +77,7 @@ def test_a_conversation_that_comes_first_begins_its_own(begin):
 
 def test_what_nobody_takes_is_dropped_however_the_batch_ends(begin, caplog):
     async def batch():
-        async with _Pool(2, begin).ahead(["stuck", "b", "c"]):
+        async with Pool(2, begin).ahead(["stuck", "b", "c"]):
             await settle()
             raise KeyError("ended")
 
@@ -89,7 +89,7 @@ def test_what_nobody_takes_is_dropped_however_the_batch_ends(begin, caplog):
 
 def test_a_start_that_fails_ahead_is_told_to_its_conversation(begin):
     async def batch():
-        ahead = _Pool(1, begin)
+        ahead = Pool(1, begin)
         async with ahead.ahead(["bad", "a"]):
             await settle()
             with pytest.raises(OSError, match="no disk"):
@@ -101,7 +101,7 @@ def test_a_start_that_fails_ahead_is_told_to_its_conversation(begin):
 
 def test_a_pool_of_none_begins_nothing_ahead(begin):
     async def batch():
-        async with _Pool(0, begin).ahead(["a"]):
+        async with Pool(0, begin).ahead(["a"]):
             await settle()
             assert not begin.made
 

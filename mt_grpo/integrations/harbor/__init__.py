@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import functools
 import importlib.util
 import logging
 import os
-import random
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from datasets import Dataset
 
@@ -46,6 +44,7 @@ from mt_grpo.integrations.harbor.containers import (
     read_task,
     remove_leftovers,
 )
+from mt_grpo.integrations.harbor.pool import Pool
 from mt_grpo.integrations.harbor.shell import Restartable, Shell
 from mt_grpo.integrations.openai_api import AgentClient, AgentEnv, AgentSource, protocol_of
 from mt_grpo.integrations.openai_api.conversation import Conversation
@@ -53,9 +52,6 @@ from mt_grpo.options.table import RunOptions, Values
 from mt_grpo.rollout.policy import ConversationPolicy
 from mt_grpo.tools import load_tools
 from mt_grpo.trajectory import Message, Row, Turn
-
-if TYPE_CHECKING:
-    from mt_grpo.integrations.harbor.trial import BegunTrial
 
 logger = logging.getLogger(__name__)
 
@@ -227,72 +223,6 @@ async def _downloaded(name: str) -> dict[Path, str]:
         return {Path(item.downloaded_path): item.id.get_name() for item in await client.download_dataset(name)}
 
 
-_JITTER = 0.2  # most seconds between two starts, which are drawn, so that several processes do not start in step
-
-
-class _Pool:
-    """Trials whose containers start ahead of their conversations, for each batch at most `size` that wait."""
-
-    def __init__(self, size: int, begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
-        self.size, self._begin = size, begin
-        self._batches: list[_Batch] = []
-
-    @contextlib.asynccontextmanager
-    async def ahead(self, tasks: Sequence[str]) -> AsyncIterator[None]:
-        """In the block trials of these tasks begin, in this order; those that nobody took are dropped after it."""
-        batch = _Batch(self.size, list(tasks), self._begin)
-        self._batches.append(batch)
-        filling = asyncio.ensure_future(batch.fill())
-        try:
-            yield
-        finally:
-            self._batches.remove(batch)
-            filling.cancel()
-            await asyncio.gather(filling, return_exceptions=True)
-            for failure in await asyncio.gather(*(each.drop() for _, each in batch.begun), return_exceptions=True):
-                if failure is not None:
-                    logger.warning("A container that nobody took is left: %s", describe_error(failure))
-
-    async def take(self, task: str) -> BegunTrial:
-        """A trial of a task: the first that has begun, or another."""
-        for batch in self._batches:
-            if (begun := batch.take(task)) is not None:
-                return begun
-        return await self._begin(task)
-
-
-class _Batch:
-    """What has begun for the conversations of one batch."""
-
-    def __init__(self, size: int, tasks: list[str], begin: Callable[[str], Awaitable[BegunTrial]]) -> None:
-        self._size, self._tasks, self._begin = size, tasks, begin
-        self._taken = asyncio.Event()
-        self.begun: list[tuple[str, BegunTrial]] = []
-
-    async def fill(self) -> None:
-        """Begins trials as places become free."""
-        while self._tasks:
-            if len(self.begun) >= self._size:
-                self._taken.clear()
-                await self._taken.wait()
-                continue
-            task = self._tasks.pop(0)
-            with contextlib.suppress(Exception):  # whoever needs it begins it again, and says why that fails
-                self.begun.append((task, await self._begin(task)))
-            await asyncio.sleep(random.uniform(0, _JITTER))
-
-    def take(self, task: str) -> BegunTrial | None:
-        """The first that has begun; nothing where the conversation has come before its trial, which it begins."""
-        for number, (name, begun) in enumerate(self.begun):
-            if name == task:
-                del self.begun[number]
-                self._taken.set()
-                return begun
-        with contextlib.suppress(ValueError):  # a row that nobody announced
-            self._tasks.remove(task)
-        return None
-
-
 SYSTEM_PROMPT = (
     "You work in the shell of a Linux machine. Solve the task with commands, look at what they print, and call submit "
     "when it is done."
@@ -347,7 +277,7 @@ class HarborEnv(MultiTurnToolEnv):
         self._shell, self._forked = Shell(), None
         self._started: asyncio.Future[None] | None = None  # once its container has
         self._needed = 0.0  # when that was needed first, by the monotonic clock
-        self.pool = None if self.sandbox == BUBBLEWRAP else _Pool(sandbox_pool, self._begin)
+        self.pool = None if self.sandbox == BUBBLEWRAP else Pool(sandbox_pool, self._begin)
         super().__init__([self._shell.bash, self._shell.submit], tool_timeout=None, **options)
 
     def begin_ahead(self, rows: Sequence[Row]) -> AbstractAsyncContextManager[None]:
