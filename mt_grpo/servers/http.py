@@ -229,7 +229,7 @@ class Server:
                     models = (await get("/v1/models"))["data"]  # half an answer; another kind of page stays one
                 served = next((entry for entry in models if model is None or _same(model, entry)), None)
                 roots = ", ".join(repr(entry["root"]) for entry in models)
-                length = 0 if served is None else served["max_model_len"]
+                length = 0 if served is None else int(served["max_model_len"])
             except RequestFailed as error:
                 if error.status == 401:
                     raise self.setup_error(
@@ -239,7 +239,7 @@ class Server:
                 if error.unreachable or (error.status is not None and _passes(error.status)):
                     raise
                 raise _foreign(url, str(error)) from error
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise _foreign(url, f"GET {url}/v1/models was answered with no list of models") from error
             await self._check_router(get)
             if served is None:
@@ -369,7 +369,7 @@ def _found(answer: object, read: _Read, request: str) -> Any:
     """What `read` finds in an answer; `RequestFailed` if it is not there."""
     try:
         return read(answer)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         shown = _cut(str(answer))
         raise RequestFailed(f"{request} was answered without what was asked for: {shown}", True) from error
 

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -292,8 +291,12 @@ class WeightSync:
 
     def _examine(self, server: Server) -> None:
         Owner.check(server, self.run)
-        config = server.get("/server_info", itemgetter("vllm_config"), config_format="json")
-        dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+
+        def read(answer: Any) -> tuple[Any, torch.dtype]:
+            config = answer["vllm_config"]
+            return config, getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+
+        config, dtype = server.get("/server_info", read, config_format="json")
         self.source.dtype = max(self.source.dtype or dtype, dtype, key=lambda one: one.itemsize)
         self.transport.prepare(server, config)
 

@@ -137,6 +137,12 @@ def test_an_image_that_the_server_forgot_is_sent_again(ask):
     assert sample.ids == [5] and looker.sent() == 2
 
 
+def test_a_rendering_without_an_image_is_asked_for_again(ask):
+    answers = iter([(200, {"features": None}), rendering(FIELDS)])
+    [sample], _ = ask(Looker(), {-4: image()}, [1, -4, -4, -4], **{RENDER: lambda body: next(answers)})
+    assert sample.ids == [5]
+
+
 @pytest.mark.parametrize(
     ("context", "render", "sentence"),
     [

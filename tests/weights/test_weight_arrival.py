@@ -71,6 +71,7 @@ NOT_ALL = "changed to see them arrive.*is -.* on the server"
         ({"skipped": {"model.layers.1.mlp.down_proj.weight"}}, NOT_ALL),
         ({"skipped": {"model.layers.0.self_attn.v_proj.weight"}}, NOT_ALL),
         ({"deaf": True, "agrees": True}, "agrees with whatever it is told.*mt-grpo serve"),
+        ({"dtype": "strange"}, "/server_info was answered without what was asked for"),
         ({"backend": "nccl"}, "does not load weights from files: start it with `mt-grpo serve`"),
         ({"lora": None}, "was started without LoRA.* `mt-grpo serve`"),
         ({"lora": {"max_lora_rank": 1}}, "up to rank 1.* `mt-grpo serve`"),
