@@ -125,10 +125,11 @@ def _read_options(run: Run) -> dict[str, Any]:
     """The options of a run that are in `_USED`."""
     path, schema = find(run.folder, CONFIG), load_schema().options
     if path is None:  # a run from Python
-        given = {**(run.about.get("options") or {}), "advantage_estimator": run.about.get("estimator")}
-        where = f"the index of {run.folder}"
+        given, where = run.about.get("options") or {}, f"the index of {run.folder}"
     else:
         given, where = read_file(str(path))[0], str(path)
+    if given.get("advantage_estimator") is None:  # a recipe may leave it to the rewards
+        given = {**given, "advantage_estimator": run.about.get("estimator")}
     options = {name: None if name in _UNSAID else schema[name].default for name in _USED}
     for name in _USED:
         if given.get(name) is not None:

@@ -17,9 +17,10 @@ from peft import PeftModel, get_peft_model
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
+from trl.trainer.utils import create_model_from_path
 
 from mt_grpo.advisor import Chosen, rollout_command
 from mt_grpo.advisor.compare import ALL, Comparison, Judgement, judge_rules
@@ -167,6 +168,10 @@ def _read_conversations(chosen: Chosen) -> list[Trajectory]:
                 f"The conversation {trajectory.session!r} in {chosen.run.folder} has no rewards, so there is nothing "
                 "to compare: take conversations that were scored."
             )
+        if any(min(node.tokens, default=0) < 0 for node in trajectory.tree.nodes):
+            raise UserError(
+                "The conversations show images or sounds, which credit rules are not compared on: name a run of text."
+            )
         if trajectory.branch_of is not None:
             raise UserError(f"Conversations of {chosen.run.folder} branch: rules are compared on those that do not.")
         trajectories.append(trajectory)
@@ -220,7 +225,7 @@ def _load_policy(name: str, options: Values) -> PreTrainedModel:
     base, settings = resolve_base(found), adapter_settings(found)
     with libraries_may_refuse(f"The model {name!r} cannot be loaded", *MISREAD):
         source = {"revision": options["model_revision"], "trust_remote_code": options["trust_remote_code"]}
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **source)
+        model = create_model_from_path(base, dtype=dtype, device_map=None, **source)
         if settings is not None:
             model = PeftModel.from_pretrained(model, found, is_trainable=True)
         elif options["use_peft"]:
@@ -309,8 +314,6 @@ def _mean(differences: Mapping[Any, Tensor]) -> float:
 def _check_tokens(trajectories: Sequence[Trajectory], model: PreTrainedModel, name: str) -> None:
     """Whether a model has all tokens of the conversations."""
     known = model.get_input_embeddings().num_embeddings
-    if any(min(node.tokens, default=0) < 0 for each in trajectories for node in each.tree.nodes):
-        raise UserError("The conversations show images, which credit rules are not compared on: name a run of text.")
     largest = max((max(node.tokens, default=0) for each in trajectories for node in each.tree.nodes), default=0)
     if largest >= known:
         raise UserError(

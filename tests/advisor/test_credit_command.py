@@ -15,6 +15,7 @@ import torch
 import yaml
 from support.decision_processes import PROCESSES
 from support.exact_gradients import Paths, measure
+from support.images import build_processor, build_vision_model
 from support.models import build_model, build_tokenizer
 from support.recipes import ROOT
 from support.runs import write_run
@@ -106,11 +107,20 @@ def test_help_needs_no_folder(prints):
 
 def test_conversations_of_another_kind_are_refused(folder, tmp_path, refused):
     assert "has one whole group" in refused("credit", write_run(tmp_path / "one", steps=1, groups=1))
-    build_model(build_tokenizer()).save_pretrained(tmp_path / "other")
-    said = refused("credit", folder, "--model_name_or_path", tmp_path / "other")
-    assert f"{NOT_ITS_MODEL}: it has " in said and "they have the token" in said
+    for model in (build_model(build_tokenizer()), build_vision_model(build_processor().tokenizer)):
+        model.save_pretrained(tmp_path / "other")
+        said = refused("credit", folder, "--model_name_or_path", tmp_path / "other")
+        assert f"{NOT_ITS_MODEL}: it has " in said and "they have the token" in said
     say(folder, rewards=[])
     assert "does not say which rewards" in refused("credit", folder)
+
+
+def test_what_shows_images_is_refused_before_a_model_is_loaded():
+    tree = TokenTree()
+    tree.add_turn([-4], [1], [0.0])
+    run = SimpleNamespace(about={"rewards": []}, trajectories=lambda rows: [Trajectory([], tree=tree).to_dict()])
+    with pytest.raises(UserError, match="show images or sounds, which credit rules are not compared on"):
+        measure_run(SimpleNamespace(run=run, rows=[], options={}), print)
 
 
 def test_whole_groups_of_the_first_step_are_chosen(folder):
@@ -119,7 +129,8 @@ def test_whole_groups_of_the_first_step_are_chosen(folder):
     assert [(row["group"], row["member"]) for row in chosen.rows] == [(g, m) for g in (0, 1) for m in range(4)]
     assert chosen.groups_per_step == 2.0
     (folder / "config.yaml").write_text("per_device_train_batch_size: 16\nnum_generations: 4\n")
-    assert _choose(open_run(folder), most=2).groups_per_step == 4.0
+    chosen = _choose(open_run(folder), most=2)
+    assert (chosen.groups_per_step, chosen.options["advantage_estimator"]) == (4.0, "mt_grpo")  # a recipe without one
 
 
 def test_a_run_of_python_has_its_options_in_the_index(folder, refused):
