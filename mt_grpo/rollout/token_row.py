@@ -29,7 +29,10 @@ class TokenRow:
     prompt_ids: list[int]  # the first context
     ids: list[int]  # after it
     mask: list[int]
-    """1 for a sampled token, or what `Turn.mask` says; `env_mask` for the environment's; 0 for copies of the past."""
+    """
+    1 for a sampled token, or what `Turn.mask` says; `env_mask` for the environment's, but those of media; 0 for copies
+    of the past.
+    """
     turns: list[int]  # a reply belongs to the turn that it answers
     logprobs: list[float]  # as sampled; NaN for the environment's tokens
     parent: list[int]
@@ -76,7 +79,9 @@ def token_row(trajectory: Trajectory, renderer: ChatRenderer, env_mask: int = 0)
         answered[index] = max(node.turn, answered[node.parent])
         row.ids += node.tokens
         tail, turn = (size, node.turn) if trained else replied.get(index, (0, 0))
-        row.mask += [0] * (size - tail) + [1 if trained else env_mask] * tail
+        row.mask += [0] * (size - tail)
+        # an id below 0 is none of the vocabulary
+        row.mask += [1] * tail if trained else [env_mask * (token >= 0) for token in node.tokens[size - tail :]]
         if trained and node.turn in masks:  # the parts of an action that was split come in order
             row.mask[begin:], masks[node.turn] = masks[node.turn][:size], masks[node.turn][size:]
         row.turns += [answered[index]] * (size - tail) + [turn] * tail

@@ -13,7 +13,9 @@ from support.models import build_tokenizer
 
 from mt_grpo.rollout import ChatRenderer
 from mt_grpo.rollout.rendering import _strip_thinking
-from mt_grpo.rollout.token_row import SanityCheck, examine_template
+from mt_grpo.rollout.token_row import SanityCheck, examine_template, token_row
+from mt_grpo.token_tree import TokenTree
+from mt_grpo.trajectory import Trajectory, Turn
 
 END = "<|im_end|>"
 
@@ -178,6 +180,15 @@ def test_the_mask_of_a_rewritten_history_worked_out_by_hand(tokenizer):
     pieces = [(thought(1) + END, 1, 0), ("A1" + END, 0, 0), (observation(2), 1, 0), (thought(2) + END, 1, 1)]
     expected = [(token, mask, turn) for text, mask, turn in pieces for token in tokenizer.encode(text)]
     assert [*zip(row.ids, row.mask, row.turns, strict=True)] == expected
+
+
+def test_an_image_of_a_reply_has_no_token_to_train(tokenizer):
+    tree = TokenTree()
+    tree.add_turn([1, -4, 2], [3], [-0.5])
+    tree.add_turn([1, -4, 2, 3, 4, -4, -4, 5], [6], [-0.5])
+    turns = [Turn(0, {}, num_tokens=1, context_length=3), Turn(1, {}, num_tokens=1, observation_length=4)]
+    row = token_row(Trajectory([], turns, tree), ChatRenderer(tokenizer), env_mask=1)
+    assert (row.ids, row.mask) == ([3, 4, -4, -4, 5, 6], [1, 1, 0, 0, 1, 1])
 
 
 def test_a_reply_before_an_empty_turn_is_trained_too(tokenizer):
