@@ -417,6 +417,7 @@ def test_a_task_without_a_file_that_it_needs_is_refused(make_task, file):
         ("task.toml", "[environment]\nstorage_mb = inf", r"`storage_mb = inf` in .*, which is no number from 0 on"),
         ("task.toml", "[environment]\ndocker_image = 3", "has `docker_image = 3`, which is no name: mend it"),
         ("task.toml", "[verifier]\ntimeout_sec = 'soon'", "has `timeout_sec = 'soon'` in .*, which is no number"),
+        ("task.toml", "[verifier]\ntimeout_sec = 0", "has `timeout_sec = 0` in .*, which is no number above 0: mend"),
         ("instruction.md", " \n", "instruction.md is empty: write the task, or take its folder out"),
         ("environment/Dockerfile", "FROM base\nCOPY 'a b", r"cannot be read \(No closing quotation\): mend"),
         ("environment/Dockerfile", "FROM base\nWORKDIR\n", "needs `WORKDIR` in its Dockerfile"),

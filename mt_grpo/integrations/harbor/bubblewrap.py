@@ -118,7 +118,7 @@ def read_machine(task: Path) -> _Machine:
         elif instruction not in ("FROM", "CMD", "LABEL"):
             raise _unmet(task, f"`{f'{instruction} {shlex.join(words)}'.strip()[:70]}` in its Dockerfile")
     memory, storage = int(limits.get("memory_mb") or 2048), int(limits.get("storage_mb") or 10240)
-    seconds = float(verifier.get("timeout_sec") or 600.0)
+    seconds = float(verifier.get("timeout_sec", 600.0))
     machine = _Machine(tuple(copies), workdir, variables, memory, storage, seconds)
     owned = machine.folders().intersection(_MACHINE) | {"" for copy in copies if _is_in_root(*copy)}
     if owned:

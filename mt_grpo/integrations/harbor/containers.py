@@ -275,9 +275,10 @@ def read_task(task: Path) -> dict[str, Any]:
             faults.append(f"has `{table} = {given!r}`, which is no table")
             continue
         for name in _NUMBERS.get(table, ()):
-            value = given.get(name, 0)
-            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                faults.append(f"has `{name} = {value!r}` in `[{table}]`, which is no number from 0 on")
+            value, is_time = given.get(name, 1), name.endswith("timeout_sec")  # of which nothing is done in 0 seconds
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (is_time and not value):
+                least = "above 0" if is_time else "from 0 on"
+                faults.append(f"has `{name} = {value!r}` in `[{table}]`, which is no number {least}")
         if table == "environment" and not isinstance(given.get("docker_image", ""), str):
             faults.append(f"has `docker_image = {given['docker_image']!r}`, which is no name")
     if faults:
