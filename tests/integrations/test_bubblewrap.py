@@ -451,6 +451,30 @@ def test_of_fetched_tasks_those_with_an_instruction_are_rows(make_task, tmp_path
     assert HarborTasks(HarborEnv("bubblewrap"), "own@1").rows("train")["name"][:] == ["hello"]
 
 
+def test_a_folder_that_is_not_there_is_no_dataset_to_ask_for(make_task, monkeypatch):
+    async def fetched(name):
+        asked.append(name)
+        raise ValueError("Unknown dataset")
+
+    asked: list[str] = []
+    monkeypatch.chdir(make_task().parents[1])
+    monkeypatch.setattr(harbor, "_downloaded", fetched)
+    monkeypatch.setattr(harbor, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: True)))
+    for given, rest in (
+        ("tasks/helo", "a task is"),
+        (
+            "org/helo",
+            r"nor can Harbor fetch such a dataset of its registry \(ValueError: Unknown dataset\): a task is",
+        ),
+        ("tasks/helo@latest", "nor can Harbor fetch"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"`tasks: {given}` has no tasks of Harbor, and no such .* there[,:] {rest}"
+        ):
+            HarborTasks(HarborEnv("bubblewrap"), given)
+    assert asked == ["org/helo", "tasks/helo@latest"]
+
+
 def test_tasks_are_rows_with_metadata_of_one_type_each(tmp_path):
     told = {"a": "level = 1\nhours = 1", "b": "level = 'hard'\nhours = 0.5", "c": "hours = 2"}
     for task, (name, metadata) in zip(write_tasks(tmp_path / "tasks", 3), told.items(), strict=True):

@@ -713,7 +713,7 @@ def test_agents_in_containers_elsewhere_need_an_address(make_task):
             marks=pytest.mark.skipif(ENGINE == "docker", reason="it is running: leave MT_GRPO_ENGINE out"),
         ),
         ({"sandbox": "e2b"}, "`sandbox: e2b` cannot be used on this machine: "),
-        ({"tasks": "nowhere"}, "`tasks: nowhere` has no tasks of Harbor: a task is a folder with `task.toml`"),
+        ({"tasks": "nowhere"}, "`tasks: nowhere` has no tasks of Harbor, and no such folder is there: a task is"),
     ],
 )
 def test_wrong_options_are_refused(options, message, make_task):
@@ -734,7 +734,7 @@ def test_a_dataset_of_the_registry_is_fetched(make_task, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"`tasks: own@2` has no tasks .*of its registry \(ValueError: Version 2 of"):
         _tasks_of("tasks", "own@2")
     with pytest.raises(
-        ConfigError, match=r"`eval_tasks: no-one/at-all` has no tasks of Harbor, and Harbor cannot fetch"
+        ConfigError, match=r"`eval_tasks: no-one/at-all` has no tasks of Harbor, and no such .*, nor can Harbor fetch"
     ):
         _tasks_of("eval_tasks", "no-one/at-all")
 

@@ -195,12 +195,14 @@ def _tasks_of(option: str, given: object) -> dict[Path, str]:
     if isinstance(given, (str, os.PathLike)):
         root = Path(given).expanduser()
         found = {path: path.name for path in ([root] if (root / "task.toml").is_file() else sorted(root.glob("*")))}
+        fault = "" if root.exists() else ", and no such folder is there"
         known = isinstance(given, str) and _OF_REGISTRY.fullmatch(given) and not root.exists()
-        if known and importlib.util.find_spec("harbor") is not None:
+        here = root.parent != Path() and root.parent.is_dir() and "@" not in str(given)  # else each process would ask
+        if known and not here and importlib.util.find_spec("harbor") is not None:
             try:
                 found = run(_downloaded(str(given)))
             except Exception as error:  # whatever Harbor or its libraries raise
-                fault = f", and Harbor cannot fetch such a dataset of its registry ({describe_error(error)})"
+                fault += f", nor can Harbor fetch such a dataset of its registry ({describe_error(error)})"
         found = {path: name for path, name in found.items() if all((path / file).is_file() for file in _OF_TASK)}
     if not found:
         raise ConfigError(
