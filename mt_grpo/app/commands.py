@@ -294,7 +294,7 @@ def command_help(command: str, line: str, everything: bool = False) -> str:
             f"{'RUN is the folder of a run, or of a model that was merged. ' if command in _TAKES else ''}"
             "RECIPE.yaml holds options as `option: value`; `--config RECIPE.yaml` is the same. An option on the "
             "command line wins over the recipe: `--option value`, `--option=value`, `--list one two`, and mappings as "
-            "JSON.",
+            "YAML or JSON.",
             width,
         ),
     ]

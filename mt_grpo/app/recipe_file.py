@@ -217,6 +217,17 @@ _Loader.add_implicit_resolver(
 )
 
 
+def as_json(text: str) -> str:
+    """A mapping in YAML, as recipes and the docs have it, in JSON; any other text as it is."""
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError, yaml.YAMLError, TypeError, RecursionError):
+            try:
+                json.loads(text)
+            except ValueError:
+                return json.dumps(yaml.load(text, _Loader))
+    return text
+
+
 def read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Reads a recipe: its options, and the line of each."""
     what = f"The recipe {path!r}"

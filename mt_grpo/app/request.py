@@ -12,6 +12,7 @@ from mt_grpo.app.recipe_file import (
     CONFIG,
     Schema,
     SchemaOption,
+    as_json,
     check_trust,
     load_schema,
     pop_variables,
@@ -294,6 +295,8 @@ def _read_command_line(tokens: list[str], schema: Schema, command: str, request:
             _set_path(request, text if equals else tokens.pop(0))
         elif name in options:
             texts = [text] if equals else _take(tokens, options[name], written)
+            if {"object"} & {*options[name].kinds, *(options[name].items or options[name]).kinds}:
+                texts = list(map(as_json, texts))
             if texts == ["null"] and name in schema.options and "null" in options[name].kinds:
                 given[name] = None  # as in a recipe, whose value it takes away
                 continue

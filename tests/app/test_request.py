@@ -220,6 +220,10 @@ ACCEPTED = [
     ["good.yaml", "--tools", "mine.py:tool", "--outcome_reward_funcs", "registered_by_mine"],
     ["good.yaml", "--resume_from_checkpoint", "true", "--column_mapping", '{"prompt": "question"}'],
     ["good.yaml", "--turn_reward_funcs", "step_reward", '{"name": "information_gain", "gain": "probability"}'],
+    ["good.yaml", "--teacher", "{model: self, teacher_model_kind: base}", "--distillation_coef=1e-1"],
+    ["good.yaml", "--advantage_estimator", "{name: gtpo, gamma: 9e-1}"],
+    ["good.yaml", "--outcome_reward_funcs", "exact_match_reward_func", "{name: mine.py:Exact, column: answer}"],
+    ["good.yaml", "--lr_scheduler_kwargs", "{power: 2}", "--system_prompt", "{a: b}"],
     ["merged.yaml"],
     ["escaped.yaml"],
     *([str(recipe)] for recipe in RECIPES),
@@ -300,6 +304,17 @@ def test_the_forms_of_an_option_say_the_same(answers):
     assert taken[3] == taken[0] | {"learning_rate": 2e-3, "use_cpu": True}
     tools = ["calculator", "wikipedia_search"]
     assert taken[4] == taken[0] | {"learning_rate": 2e-3, "gradient_checkpointing": False, "tools": tools}
+
+
+def test_a_mapping_is_written_as_in_a_recipe(answers):
+    taken = {arguments[1]: values for arguments, values in zip(ACCEPTED, answers[1], strict=True) if arguments[1:]}
+    assert json.loads(taken["--teacher"]["teacher"]) == {"model": "self", "teacher_model_kind": "base"}
+    assert json.loads(taken["--advantage_estimator"]["advantage_estimator"]) == {"name": "gtpo", "gamma": 0.9}
+    listed = taken["--outcome_reward_funcs"]["outcome_reward_funcs"]
+    assert listed[0] == "exact_match_reward_func"
+    assert json.loads(listed[1]) == {"name": "mine.py:Exact", "column": "answer"}
+    told = taken["--lr_scheduler_kwargs"]
+    assert (told["lr_scheduler_kwargs"], told["system_prompt"]) == ('{"power": 2}', "{a: b}")
 
 
 def test_a_merged_mapping_may_be_changed(answers):
