@@ -61,6 +61,28 @@ def test_ctrl_c_during_imports_is_one_line(module, command):
     assert (ended.stderr, ended.returncode) == ("mt-grpo: interrupted by Ctrl-C.\n", 130)
 
 
+THREADS = """
+import sys, threading, time
+from mt_grpo import cli
+from mt_grpo.__main__ import main
+
+cli.main = lambda: threading.Thread(target=time.sleep, args=(SECONDS,), name="my logger").start() or 3
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ("0.1", ""),
+        ("4", "mt-grpo: all is done, and the process ends once these threads of your code do: my logger.\n"),
+    ],
+)
+def test_threads_that_keep_a_finished_process_are_named(seconds, said):
+    ended = subprocess.run([sys.executable, "-c", THREADS.replace("SECONDS", seconds)], capture_output=True, text=True)
+    assert (ended.stderr, ended.returncode) == (said, 3)
+
+
 LOST = """
 import signal, sys, time
 
