@@ -89,8 +89,19 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         if host:
             clear_folder(args)
         trainer.accelerator.wait_for_everyone()
-    if main:
-        (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
+    earlier: dict[str, Any] = {}
+    summary_path = folder / "summary.json"
+    if main and args.resume_from_checkpoint and summary_path.exists():
+        earlier = json.loads(summary_path.read_text(encoding="utf-8"))
+    if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
+        earlier = broadcast_object_list([earlier])[0]
+
+    def write_config() -> None:
+        if main:
+            (folder / "config.yaml").write_text(yaml.safe_dump(resolved, sort_keys=True), encoding="utf-8")
+
+    if earlier.get("seconds") is None:
+        write_config()
     trainer.accelerator.wait_for_everyone()
     trainer.remove_callback(FewerProgress)
     trainer.remove_callback(FewerPrinter)
@@ -98,7 +109,6 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     console.print(examine_template(trainer.runner.renderer), highlight=False, markup=False)
     start = time.perf_counter()
     evaluates = trainer.eval_dataset is not None
-    summary_path = folder / "summary.json"
     summary = {
         "advantage_estimator": trainer.credit_rule,
         "seed": args.seed,
@@ -108,15 +118,20 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         "versions": versions(),
     }
     examples: list[Trajectory] = []
-    model_saved = False
-    if main and evaluates and args.resume_from_checkpoint and summary_path.exists():
-        summary["before"] = json.loads(summary_path.read_text(encoding="utf-8")).get("before", {})
-    if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
-        summary = broadcast_object_list([summary])[0]
+    model_saved = had_finished = False
+    if evaluates:
+        summary["before"] = earlier.get("before", {})
     progress = _RunProgress(trainer, console)
 
     def measure_before() -> None:
+        nonlocal had_finished
         trainer.end_if_preempted()
+        taken = earlier.get("steps") == trainer.state.global_step >= trainer.state.max_steps
+        had_finished = taken and earlier["seconds"] is not None  # which is written last
+        if had_finished:
+            args.eval_on_start = False
+            return
+        write_config()
         if evaluates and not summary["before"]:
             summary["before"] = _measure(trainer, progress, "before")
             examples.extend(trainer.eval_trajectories[:_EXAMPLES])
@@ -126,7 +141,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
 
     def save_and_measure() -> None:
         nonlocal model_saved
-        if not trainer.state.global_step:  # the dataset had no row: the trainer says so
+        if not trainer.state.global_step or had_finished:  # the dataset had no row: the trainer says so
             return
         with says_what_cannot_be_written(folder, folder):
             trainer.save_model(args.output_dir)
@@ -173,6 +188,9 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     summary["seconds"] = round(time.perf_counter() - start, 1)
     summary["steps"] = trainer.state.global_step
     if not main:
+        return
+    if had_finished:
+        console.print(f"The run had finished, and its folder is as it was: {args.output_dir}", markup=False)
         return
     run = open_run(folder)
     summary["findings"] = [finding.sentence for finding in find_in_run(run.rows, run.about)]

@@ -625,6 +625,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     # Metrics: TRL's are means over batches, ours are sums until they are logged
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_runtime" in logs and self.state.global_step == self._initial_global_step:
+            return  # of a training that took no step
         mode = "train" if self.model.training else "eval"
         metrics = self._metrics[mode]
         if mode == "eval" and self._evaluation is not None:  # batches of an evaluation differ in size

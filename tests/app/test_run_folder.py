@@ -115,6 +115,20 @@ def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog):
         assert f"is at step 2 of {max_steps}, and takes no further step" in caplog.text
 
 
+def test_a_finished_run_is_left_as_it_is(recipe, prints, run):
+    keys = SAVE | {"learning_rate": 0.01, "do_eval": True}
+    prints("train", *recipe(**keys), *OVERWRITE)
+    before = contents(run)
+    printed = prints("train", *recipe(**keys), *RESUME, "--run_name", "other")
+    assert f"The run had finished, and its folder is as it was: {run}" in printed and "What to do next" not in printed
+    after = contents(run)
+    assert {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)} == {
+        run / "state.json"
+    }
+    (run / "summary.json").write_bytes(before[run / "summary.json"].replace(b'"seconds": ', b'"seconds": null, "": '))
+    assert "What to do next" in prints("train", *recipe(**keys), *RESUME)  # it was ended in its last evaluation
+
+
 # Another run's folder
 
 
