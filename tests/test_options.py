@@ -39,6 +39,14 @@ WRONG = [
     ({"learning_rate": float("inf")}, "`learning_rate` is inf; set 0 or more, such as 1e-6"),
     ({"distillation_coef": float("inf"), "teacher": "a"}, "`distillation_coef` is inf; set a number from 0 on"),
     ({"beta": float("inf")}, "`beta` is inf; set a number from 0 on"),
+    ({"neftune_noise_alpha": float("nan")}, "`neftune_noise_alpha` is nan; set 0 or more, or leave it out."),
+    *(
+        ({name: value}, f"`{name}` is {value}; give a finite number that 32 bits hold.")
+        for name, value in {
+            **{"neftune_noise_alpha": float("inf"), "adam_beta2": float("nan"), "weight_decay": float("inf")},
+            **{"top_p": 1e-320, "temperature": 1e-320, "adam_epsilon": 1e39, "label_smoothing_factor": float("inf")},
+        }.items()
+    ),
     ({"env_mask": 2}, "`env_mask` is 2; set 0 "),
     ({"pad_to_multiple_of": 0}, "`pad_to_multiple_of` is 0; set a number above 0, or leave it out."),
     ({"eval_accumulation_steps": 0}, "`eval_accumulation_steps` is 0; set a number above 0, or leave it out."),

@@ -5,6 +5,7 @@ What options may say together: rows of conflicts over plain values, held before 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -329,11 +330,27 @@ _OF_EVAL_BATCHES = (
 )
 
 
+_MAY_BE_INFINITE = (
+    *("epsilon", "epsilon_high", "delta", "max_grad_norm", "off_policy_mask_threshold", "entropy_coef_max"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "vllm_server_timeout", "tool_timeout"),
+    *("rollout_timeout", "eval_delay"),
+)
+"""Bounds: an infinite one bounds nothing."""
+_LEAST, _MOST = 2.0**-126, 2.0**128  # of numbers above 0 with 32 bits
+
+
+def _fits(value: float) -> bool:
+    return value == 0 or _LEAST <= abs(value) < _MOST
+
+
 def check_options(
     options: Values, registered: Mapping[str, Iterable[str]], table: Mapping[str, Option] = OPTIONS
 ) -> None:
     """Holds the options of a run against the rules of the table, and against each other."""
     check_values(options, table)
+    for name, value in options.items():
+        if isinstance(value, float) and not (_fits(value) or value == math.inf and name in _MAY_BE_INFINITE):
+            raise ConfigError(f"`{name}` is {value}; give a finite number that 32 bits hold.")
     if options["environments"] is None:  # else each may have options of its own
         check_scheduler(options)
         check_agent(options)

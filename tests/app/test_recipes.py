@@ -232,7 +232,7 @@ def test_a_coefficient_in_the_rule_is_the_only_one(tmp_path):
             {"advantage_estimator": {"name": "mt_grpo", "turn_coef": 0.5}, "turn_advantage_coef": 1.0},
             "contradict each other: leave one out",
         ),
-        ({"logging_steps": float("inf")}, "The options do not fit together: cannot convert float infinity"),
+        ({"logging_steps": float("inf")}, "`logging_steps` is inf; give a finite number"),
         ({"accelerator_config": {"a": 1}}, "The options do not fit together: .* unexpected keyword argument 'a'"),
         ({"parallelism_config": {}}, "The options do not fit together: "),
         ({"tree_attention": "dens"}, "the nearest is 'dense': choose one of auto, dense, flex, segment"),
