@@ -440,6 +440,8 @@ class EndpointPolicy(ConversationPolicy):
     def _read(self, turn: Turn, protocol: CallProtocol) -> None:
         if not isinstance(protocol, NativeProtocol):
             super()._read(turn, protocol)
+            if self._completion.thought:
+                turn.message["reasoning_content"] = self._completion.thought
             return
         turn.message = self._message()
         for call in turn.message.get("tool_calls", ()):

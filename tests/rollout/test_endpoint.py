@@ -73,6 +73,13 @@ def test_native_calls_are_read_and_answered(endpoint, converse):
     assert last["messages"][-2]["tool_calls"][0]["function"]["arguments"] == '{"expression": "1+1"}'
 
 
+@pytest.mark.parametrize("protocol", ["learnt_tags", "native"])
+def test_thoughts_beside_an_answer_are_kept(endpoint, converse, protocol):
+    server = endpoint(lambda number, body: whole({"content": "<answer>2</answer>", "reasoning": "1 and 1"}))
+    (told,), _ = converse(server, protocol=protocol)
+    assert told.turns[0].message["reasoning_content"] == "1 and 1" and told.turns[0].text == "<answer>2</answer>"
+
+
 def test_calls_that_the_template_refuses_end_one_conversation(endpoint, converse):
     tokenizer = build_tokenizer()
     refuses = "{% for m in messages if 'calculator' in m.tool_calls | string %}{{ raise_exception('no') }}{% endfor %}"
