@@ -113,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()  # whoever reads has enough, as `head` has
         return 1
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"mt-grpo: {str(error.filename)[:60]!r}... is too long for the name of a file.", file=sys.stderr)
+            return 1
         if name in OWN_OPTIONS or error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _drop_output()

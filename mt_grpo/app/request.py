@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,6 +243,12 @@ def read_request(arguments: list[str], command: str = "serve") -> Request:
     request.recipe |= {name: value for name, value in given.items() if value is None}
     request.values = with_env_options({**request.recipe, **given})
     _check_whole(request, schema, command)
+    for name in (*WORLD_SIZES, "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not re.fullmatch(r"-?\d+", text := str(variables.get(name, os.environ.get(name, "1")))):
+            raise ConfigError(
+                f"The environment variable {name} is {text!r}, and launchers set it to a number: unset it, or "
+                "leave it out of `env`."
+            )
     try:
         os.environ.update({str(name): str(value) for name, value in variables.items()})
     except ValueError as error:

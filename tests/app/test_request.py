@@ -18,8 +18,10 @@ from mt_grpo.options.values import SYNONYMS, refuse_unknown
 
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "rich", "torch", "transformers", "trl"}
 
+LONG = "n" * 300
 FILES = {
     "good.yaml": "model_name_or_path: m\ndataset_name: d\nmax_steps: 5\n",
+    "launched.yaml": "model_name_or_path: m\ndataset_name: d\nenv: {WORLD_SIZE: two}\n",
     "empty.yaml": "# nothing\n",
     "list.yaml": "- a\n",
     "broken.yaml": "a: [\n",
@@ -195,6 +197,9 @@ REFUSED = {
     "train good.yaml --reward_weights 1.0 nan": "`reward_weights` is [1.0, nan]; give a list of finite numbers",
     "train good.yaml --lora_dropout 2": "`lora_dropout` is 2.0; set a number from 0 to 1, or leave it out.",
     "train good.yaml --seed -1": "`seed` is -1; set a whole number from 0 to 4294967295.",
+    f"view {LONG}": f"{LONG[:60]!r}... is too long for the name of a file.",
+    f"eval good.yaml --tools {LONG}.py:a": f"{LONG[:60]!r}... is too long for the name of a file.",
+    "train launched.yaml": "The environment variable WORLD_SIZE is 'two', and launchers set it to a number: unset ",
     "train good.yaml --turn_advantage_coef nan": "`turn_advantage_coef` is nan; give a finite number.",
     "train good.yaml --max_prompt_length 512": "The option '--max_prompt_length' is unknown: prompts are never",
     "train good.yaml --outcome_reward_funcs accuracy_reward": (
