@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import re
 import shlex
 import shutil
@@ -241,7 +242,7 @@ class _Measures(TrainerCallback):
         self._after()
 
 
-def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> dict[str, float]:
+def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> dict[str, Any]:
     if trainer.evaluated_step != trainer.state.global_step:
         with progress.measuring(label):
             trainer.evaluate()
@@ -251,10 +252,12 @@ def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> d
 
 
 def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, float]:
-    """One trajectory's measures."""
+    """One trajectory's measures, without those of rewards that say nothing of it."""
     measures = {}
     for reward in rewards:
         value = trajectory.rewards["turn"].get(reward.name, trajectory.rewards["outcome"].get(reward.name))
+        if value is None:
+            continue
         values = value if isinstance(value, list) else [value]
         total = sum(item for item in values if item is not None)
         measures[reward.name.removesuffix("_func").removesuffix("_reward")] = total / reward.maximum
@@ -265,10 +268,15 @@ def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, 
     return measures
 
 
-def summarise(measures: list[dict[str, float]], generations: int = 1) -> dict[str, float]:
-    """The mean of each measure over trajectories, and how many `questions` have so many of them each."""
-    means = {name: sum(row[name] for row in measures) / len(measures) for name in measures[0]}
-    return {**means, "questions": len(measures) // generations}
+def summarise(measures: list[dict[str, float]], generations: int = 1) -> dict[str, Any]:
+    """
+    The mean of each measure over the trajectories that have it, how many `questions` have so many of them each, and
+    how many trajectories were left `unscored`, by measure, if any were.
+    """
+    found = {name: [row[name] for row in measures if name in row] for row in measures for name in row}
+    unscored = {name: len(measures) - len(values) for name, values in found.items() if len(values) < len(measures)}
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return {**means, "questions": len(measures) // generations, **({"unscored": unscored} if unscored else {})}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -277,15 +285,20 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         partial.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _table(before: dict[str, float], after: dict[str, float], title: str) -> Table:
+def _table(before: dict[str, Any], after: dict[str, Any], title: str) -> Table:
     """The measures before and after, side by side."""
     result = Table(title=Text(title, style="table.title"))
     for column in ("", "before", "after", "change"):
         result.add_column(column, justify="left" if not column else "right")
-    for name in before:
-        if name != "questions":
-            label, change = _LABELS.get(name, name.replace("_", " ")), f"{after[name] - before[name]:+.3f}"
-            result.add_row(Text(label), f"{before[name]:.3f}", f"{after[name]:.3f}", change)
+    for name in before | after:
+        if name in ("questions", "unscored"):
+            continue
+        label = _LABELS.get(name, name.replace("_", " "))
+        unscored = [each.get("unscored", {}).get(name, 0) for each in (before, after)]
+        if any(unscored):
+            label += f" (unscored: {unscored[0]}, {unscored[1]})"
+        values = [each.get(name, math.nan) for each in (before, after)]
+        result.add_row(Text(label), *(f"{value:.3f}" for value in values), f"{values[1] - values[0]:+.3f}")
     return result
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from support.models import build_tokenizer
 
-from mt_grpo.app.train import _table
+from mt_grpo.app.train import _table, measure, summarise
 from mt_grpo.errors import UserError
 from mt_grpo.preemption import print_error
 from mt_grpo.token_tree import TokenTree
@@ -83,6 +84,15 @@ def test_an_error_does_nothing_to_the_terminal(capsys):
     done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True)
     assert done.returncode == 1 and "RuntimeError: a\\x1b]0;title" in done.stderr and "Traceback" in done.stderr
     assert not controls(done.stderr)
+
+
+def test_a_conversation_without_a_score_is_not_counted_as_wrong():
+    right = SimpleNamespace(name="right", maximum=1.0)
+    scored = [Trajectory([], rewards={"turn": {}, "outcome": {"right": value}}) for value in (1.0, None)]
+    before, after = (summarise([measure(each, [right]) for each in some]) for some in (scored[:1], scored))
+    assert before["right"] == after["right"] == 1.0 and after["questions"] == 2
+    assert "unscored" not in before and after["unscored"] == {"right": 1}
+    assert "right (unscored: 0, 1)" in drawn(_table(before, after, "title"), width=100)
 
 
 def test_names_of_rewards_are_no_markup():
