@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from support.forked import Forked, run_processes
+from support.loopback import free_port
+from support.servers import ServerProcess
 from support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -59,6 +62,35 @@ def test_forked_ranks_meet(tmp_path):
 def test_a_forked_rank_that_fails_ends_all(tmp_path):
     with pytest.raises(AssertionError, match="RuntimeError: no more"):
         run_processes(["-m", "test_forked", "fails"], 2, tmp_path / "log", {})
+
+
+SHARES = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.shared_memory import SharedMemory
+
+
+class Up(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+
+memory = SharedMemory(create=True, size=8)
+print(memory.name, flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Up).serve_forever()
+"""
+
+
+def test_a_killed_server_leaves_no_shared_memory(tmp_path):
+    port, log = free_port(), tmp_path / "log"
+    server = ServerProcess([sys.executable, "-c", SHARES, str(port)], port, log).start()
+    memory = Path("/dev/shm", log.read_text().split()[0])
+    os.killpg(server.pid, signal.SIGKILL)
+    server._process.wait()
+    assert memory.exists()
+    server.stop()
+    assert not memory.exists()
 
 
 if __name__ == "__main__":

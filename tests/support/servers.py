@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 
 from mt_grpo.app.serve import server_command
 from mt_grpo.servers.http import _headers, find_key
@@ -62,6 +64,7 @@ class ServerProcess:
         self._environment = {**ours, "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._watch: subprocess.Popen[bytes] | None = None
+        self._segments: set[str] = set()  # of shared memory, which stay where its processes are killed
 
     @property
     def pid(self) -> int | None:
@@ -95,6 +98,11 @@ class ServerProcess:
                 raise RuntimeError(f"The server ended:\n{self.last_words()}")
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200:
+                    server = psutil.Process(self.pid)
+                    for each in (server, *server.children(recursive=True)):
+                        with suppress(OSError):  # it has ended
+                            maps = Path(f"/proc/{each.pid}/maps").read_text()
+                            self._segments.update(re.findall(r"/dev/shm/psm_\w+", maps))
                     return
             time.sleep(0.2)
         raise RuntimeError(f"The server did not start:\n{self.last_words()}")
@@ -123,6 +131,8 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        for segment in self._segments:
+            Path(segment).unlink(missing_ok=True)
 
     def get(self, path: str) -> httpx.Response:
         """What it answers to somebody who has its key."""
