@@ -198,6 +198,8 @@ def options_of(folder: str, world: int, scenario: str) -> MTGRPOConfig:
         options["per_device_eval_batch_size"] = BATCH // world
     if "SP_SIZE" in os.environ:
         options |= {"sp_size": int(os.environ["SP_SIZE"]), "gradient_checkpointing": True}
+    if "REENTRANT" in os.environ:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     if "LAYERS" in os.environ:
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_layers": int(os.environ["LAYERS"])}
     if os.environ.get("ACCELERATE_USE_DEEPSPEED"):

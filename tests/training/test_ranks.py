@@ -70,7 +70,7 @@ def test_ranks_learn_what_one_learns(tmp_path, alone, ranks, scenario, environme
         ("sounds", [SHARDED]),
         # Qwen3.5 without its tower: the family's layers that see are not looked for
         ("hybrid", [SHARDED]),
-        ("adapter", [SHARDED, SHARE_ROWS]),
+        ("adapter", [SHARDED, SHARE_ROWS, {"REENTRANT": "1"}]),
         ("taught", [SHARDED, SHARE_ROWS]),
         ("averaged", [SHARDED]),
     ],
