@@ -38,6 +38,12 @@ _row: ContextVar[TreeLayout | None] = ContextVar("row", default=None)
 """The packed row whose masks are made. Its layers have them, also where they are computed again for a gradient."""
 
 
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers in a wrapper, the one whose forward is extended where there are several."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
+
+
 class _AttentionLayer(Protocol):
     """What transformers calls an attention with: a module of a decoder's layer."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput, MoeModelOutputWithPast
 
+from mt_grpo.forward.interface import base_model
 from mt_grpo.forward.lm_head import replaced
 from mt_grpo.forward.packing import FlatTree, Packed, cannot_pack, flatten
 from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of
@@ -85,12 +86,6 @@ def media_tokens(config: PreTrainedConfig) -> dict[int, int]:
     return found
 
 
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers in a wrapper, the one whose forward is extended where there are several."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return next((each for each in models if "_forward_without_trees" in vars(each)), models[0])
-
-
 def real_ids(ids: Tensor, config: PreTrainedConfig) -> Tensor:
     """Ids as the model knows them: those of images become its image token, and so on."""
     found = kinds(ids)
@@ -134,9 +129,7 @@ def _padded(part: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def row_inputs(model: nn.Module, ids: Tensor, images: Media) -> dict[str, Tensor]:
-    """What a forward over rows takes beside their mask."""
-    if not images:
-        return {"input_ids": ids}
+    """What a forward over rows with images, or beside such rows, takes beside their mask."""
     base = base_model(model)
     inputs = {"input_ids": real_ids(ids, base.config)}
     order = [image for row in ids.cpu().numpy() for image in _in_order(row, images)]

@@ -25,9 +25,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from mt_grpo.errors import UnsupportedModelError
 from mt_grpo.forward.attention import TreeLayout
-from mt_grpo.forward.interface import extend_attention, has_own_attention, packed_row
+from mt_grpo.forward.interface import base_model, extend_attention, has_own_attention, packed_row
 from mt_grpo.forward.lm_head import Sampling, Truncation, at_labels, backbone_name, output_layer, score_states
-from mt_grpo.forward.media import Media, RowMedia, base_model, media_tokens, real_ids, row_inputs, with_blank
+from mt_grpo.forward.media import Media, RowMedia, media_tokens, real_ids, row_inputs, with_blank
 from mt_grpo.forward.packing import FlatTree, Packed, SequenceGroup, cannot_pack, flatten, pack
 from mt_grpo.forward.recurrence import extend_recurrence, over_tree, recurrent_layers
 from mt_grpo.forward.routes import Replayer, route_shape, router_loss
@@ -63,7 +63,8 @@ class ForwardPlan:
     @cached_property
     def all_trees(self) -> list[FlatTree]:
         """The trees, then the leaves, then what only keeps processes in step: each makes a forward."""
-        trees = with_blank([*self.trees, *chain.from_iterable(self.leaves)], self.media)
+        trees = [*self.trees, *chain.from_iterable(self.leaves)]
+        trees = with_blank(trees, self.media) if self.media else trees
         found = [flatten(tree) if isinstance(tree, TokenTree) else tree for tree in trees]
         if not any(len(tree.tokens) for tree in found):
             found.append(FlatTree(np.zeros(1, dtype=np.int64), np.full(1, -1)))
@@ -193,8 +194,10 @@ def enable_trees(model: PreTrainedModel | PeftModel, cast_head_to_fp32: bool | N
     if enabled:
         return
     extend_attention(model)
-    extend_recurrence(model, model.config.get_text_config().num_hidden_layers)
     shape = route_shape(model.config)
+    model._carries_layout = bool(recurrent_layers(model)) or shape is not None
+    if model._carries_layout:
+        extend_recurrence(model, model.config.get_text_config().num_hidden_layers)
     model._replayer = None if shape is None else Replayer(model, shape)
     model._forward_without_trees = model.forward  # a bound method: a deep copy of the model has its own
 
@@ -241,7 +244,8 @@ def _backbone_outputs(
     replays: AbstractContextManager[None] = nullcontext()
     if routes is not None and replayer is not None:
         replays = replayer.replaying(tree.layout, routes, shared)
-    with packed_row(tree.layout), replays, over_tree(model, tree.layout), hears:
+    carried = over_tree(model, tree.layout) if model._carries_layout else nullcontext()
+    with packed_row(tree.layout), replays, carried, hears:
         return backbone(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **given)
 
 
@@ -297,7 +301,8 @@ def _score_rows(model: nn.Module, plan: ForwardPlan) -> Scores:
     if keeps is not None and "Tensor" in str(keeps.annotation):  # else logits of every token of every row
         kept, predictor = np.unique(predictor, return_inverse=True)
         asked["logits_to_keep"] = torch.from_numpy(kept).to(device)
-    output = model(**row_inputs(model, ids, plan.media), attention_mask=mask, use_cache=False, **asked)
+    inputs = row_inputs(model, ids, plan.media) if plan.media else {"input_ids": ids}
+    output = model(**inputs, attention_mask=mask, use_cache=False, **asked)
     chosen = torch.from_numpy(predictor).to(output.logits.device)
     logits = output.logits[at.to(output.logits.device), chosen]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / plan.temperature
@@ -325,7 +330,7 @@ def score_turns(model: nn.Module, plan: ForwardPlan, keep_logits: bool = True) -
                 before = np.searchsorted(path, action) - 1 - len(path)  # from the end
                 keep = {} if keep_logits else {"logits_to_keep": int(-before[0])}
                 ids = torch.from_numpy(tree.tokens[path]).to(device)[None]
-                inputs = row_inputs(model, ids, plan.media)
+                inputs = row_inputs(model, ids, plan.media) if plan.media else {"input_ids": ids}
                 if plan.media:  # without a mask Qwen's Omni models place images as words
                     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
                 logits = model(**inputs, use_cache=False, **keep).logits[0][before.tolist()].float() / plan.temperature

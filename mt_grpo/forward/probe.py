@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mt_grpo.errors import UnsupportedModelError
-from mt_grpo.forward.interface import use_attention
-from mt_grpo.forward.media import base_model
+from mt_grpo.forward.interface import base_model, use_attention
 from mt_grpo.forward.model import DEFAULT_PLAN, ForwardPlan, Scores, score, score_turns
 from mt_grpo.forward.packing import FlatTree, flatten
 from mt_grpo.media import SOUND, kind_of

@@ -143,7 +143,7 @@ class Distillation:
     def read(self, batch: RolloutBatch) -> None:
         """Fills in `teacher_logprobs` and `teacher_log_ratios` once, at the temperature of sampling. Collective."""
         trainer, teacher = self._trainer, self._trainer.teacher
-        if trainer.args.teacher is None or batch.taught or (self.needs_outcomes and batch.scores is None):
+        if batch.taught or (self.needs_outcomes and batch.scores is None):
             return
         batch.taught = True
         for trajectory in batch.trajectories:
@@ -348,8 +348,6 @@ class Distillation:
 
     def add_columns(self, batch: RolloutBatch, output: Columns) -> None:
         """Adds what the teacher makes of the tokens of a batch, as `LOGPS` and `TOP`. A collective call."""
-        if self._trainer.args.teacher is None:
-            return
         like, top = output["completion_ids"], self._trainer.args.distillation_topk
         logps = output[LOGPS] = torch.full(like.shape, torch.nan, device=like.device)
         for number, row in enumerate(batch.token_rows):

@@ -81,7 +81,7 @@ class PrefetchQueue:
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         args = self._args = trainer.args
-        self._as_they_end = trainer.distillation.as_they_end
+        self._distillation = trainer.distillation
         self._runner, self._sampling = trainer.runner, trainer._sampling
         self._rewards = [*trainer.turn_reward_funcs, *trainer.outcome_reward_funcs, *trainer.state_scores]
         self._rank, self._device = trainer.accelerator.process_index, trainer.accelerator.device
@@ -167,10 +167,11 @@ class PrefetchQueue:
         async def sample() -> list[Trajectory]:
             if self._device.type == "cuda":  # of the background thread, whatever else runs there
                 torch.cuda.set_device(self._device)
+            teacher, keep = self._distillation, batch.finished.append
             return await self._runner.run(
                 missing,
                 self._sampling,
-                on_finish=self._as_they_end(batch.finished.append),
+                on_finish=keep if teacher is None else teacher.as_they_end(keep),
                 keep_environments=True,
                 branching=self._branching,
                 on_check=check,

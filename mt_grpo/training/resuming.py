@@ -152,6 +152,7 @@ class ResumableTrainer(GRPOTrainer):
     _earlier: list[Path]
     _saved: Path | None = None  # the checkpoint of the latest step that has one
     _steps: SmallerSteps
+    shows_media: bool
     _synced_step: int
     _failed_batches: int
     _sampler: Sampler[int] | None
@@ -250,6 +251,8 @@ class ResumableTrainer(GRPOTrainer):
 
     def _names_rows(self, evaluated: object = None) -> AbstractContextManager[None]:
         """Says which row has an image that cannot be shown: of what is `evaluated`, or of the trainer's rows."""
+        if not self.shows_media:
+            return nullcontext()
         evaluated = self.eval_dataset if evaluated is None or isinstance(evaluated, str) else evaluated
         return naming_rows(named_datasets(None, evaluated) | named_datasets(self.train_dataset))
 

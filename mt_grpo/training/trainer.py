@@ -207,7 +207,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             run_rewards.check_scorers(args, engine)
             columns.check_reward_columns(scores, train_dataset, eval_dataset)
         datasets = () if self.replay is not None else (train_dataset, eval_dataset)
-        self.distillation = Distillation(self, args, scores, self.outcome_reward_funcs, *datasets)
+        self.distillation: Distillation | None = None
+        if args.teacher is not None:
+            self.distillation = Distillation(self, args, scores, self.outcome_reward_funcs, *datasets)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(tokenizer_in(processing_class), source)
         if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and args.ddp_find_unused_parameters is None:
@@ -273,7 +275,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         prepare_model(self.model, self.args, self.accelerator)
         self.teacher = load_teacher(self)
         self.teacher_model = self.teacher if isinstance(self.teacher, nn.Module) else None
-        self.distillation.check_answers(self.train_dataset)
+        if self.distillation is not None:
+            self.distillation.check_answers(self.train_dataset)
         self.teacher_weights = TeacherWeights.of(self)
         if self.teacher_weights is not None:
             self.add_callback(self.teacher_weights)
@@ -313,6 +316,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         data = self.train_dataset, self.eval_dataset
         images = columns.media_encoder(self.processing_class, self.model.config, engine, *data)
         self.shows_media = images is not None
+        self._medium_token = next(iter(media_tokens(self.model.config).values()), None)
         several = self.accelerator.num_processes > 1
         self.blank: Media = images.blanks() if images is not None and several else {}
         self.runner = environment.build_runner(self.env, engine, args, images)
@@ -385,9 +389,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             reward_batch.sample_again(batch, self.args.max_resample_times, self._rollout, self._score, self._judge)
         if batch.mode == "train" and not self.right_answers.asked_of("server"):
             self._take_memory_from_servers()
-        if self.distillation.needs_outcomes:
-            batch.scores = batch.scores or self._score(batch)
-        self.distillation.read(batch)
+        if self.distillation is not None:
+            if self.distillation.needs_outcomes:
+                batch.scores = batch.scores or self._score(batch)
+            self.distillation.read(batch)
         batch.token_rows = [self.runner.completion(trajectory) for trajectory in batch.trajectories]
         if self.args.replays_routes:
             self.forwards.warn_without_routes(batch)
@@ -402,7 +407,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.args.forward != "tree":  # trees were given up: right answers get a forward of their own
             batch.leaves = {}
         self._count(batch)
-        return batch.generated(next(iter(media_tokens(self.model.config).values()), None))
+        return batch.generated(self._medium_token)
 
     def _take_memory_from_servers(self) -> None:
         """Before the model computes: servers on its GPUs sleep until conversations are sampled again."""
@@ -435,7 +440,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 self.runner.run, requests, self._sampling, keep_environments=True, branching=batch.branching
             )
             if take is None:
-                return work(on_finish=self.distillation.as_they_end(batch.trajectories.append))
+                keep = batch.trajectories.append
+                teacher = self.distillation
+                return work(on_finish=keep if teacher is None else teacher.as_they_end(keep))
             return batch.handing_over(work, take)
 
         with without_dropout(self.model), self._lent_model(), sampling:
@@ -524,7 +531,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         dataset = self.train_dataset if batch.mode == "train" or self.eval_dataset is None else self.eval_dataset
         batch.add_texts(self._tokenizer, had_text_prompts(dataset))
         with self.step_log.activity.of("rewards"):
-            self.distillation.read(batch)
+            if self.distillation is not None:
+                self.distillation.read(batch)
             self.right_answers.score(batch)
             scores = self._run_on_all_ranks(
                 lambda: score_trajectories(
@@ -552,7 +560,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         for index, mean in enumerate(means, -len(means)):
             shown[index] = mean
         output |= rollout_batch.token_columns(batch.token_rows, output)
-        self.distillation.add_columns(batch, output)
+        if self.distillation is not None:
+            self.distillation.add_columns(batch, output)
         output["group_ids"], output["row_ids"] = step.rows // batch.group_size, step.row_ids
         output["advantages"] = step.advantages.gather(1, output["turn_ids"])
 
@@ -572,7 +581,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
                 loss = super().compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._loss_forward = None
-        if self.args.distillation_coef and forward.logps is not None:
+        if self.distillation is not None and self.args.distillation_coef and forward.logps is not None:
             loss = loss + self.args.distillation_coef * self.distillation.loss(inputs, forward.logps, forward.others)
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)

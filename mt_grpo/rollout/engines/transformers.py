@@ -37,8 +37,9 @@ from transformers.generation import (
 )
 
 from mt_grpo.errors import ConfigError
+from mt_grpo.forward.interface import base_model
 from mt_grpo.forward.lm_head import replaced
-from mt_grpo.forward.media import Media, MediumInputs, base_model, media_tokens, row_inputs
+from mt_grpo.forward.media import Media, MediumInputs, media_tokens, row_inputs
 from mt_grpo.forward.probe import (
     FACTOR,
     MOST_NOISE,
@@ -51,7 +52,7 @@ from mt_grpo.forward.probe import (
     shaken,
     takes,
 )
-from mt_grpo.forward.routes import Recorder
+from mt_grpo.forward.routes import Recorder, route_shape
 from mt_grpo.media import SOUND, kind_of
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.token_tree import Routes
@@ -122,7 +123,8 @@ class TransformersEngine:
         self.context_length = context_length(model.config)
         self.max_batch_size = max_batch_size
         self.patience = patience
-        self.record_routes = record_routes
+        self.record_routes = record_routes and route_shape(model.config) is not None
+        self._media_tokens = [*media_tokens(model.config).values()]
         self.weight_version: int | None = None
         self.update = threading.Lock()
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -234,8 +236,9 @@ class TransformersEngine:
         rows = prefixes and prefixes.continued(sessions, contexts, weights)
         rows = rows or _left_padded(contexts)
         width = len(rows.ids[0])
-        inputs = row_inputs(self.model, torch.tensor(rows.ids, device=device), media)
-        never = [*media_tokens(self.model.config).values()]  # no image would stand behind it
+        ids = torch.tensor(rows.ids, device=device)
+        inputs = row_inputs(self.model, ids, media) if media else {"input_ids": ids}
+        never = self._media_tokens  # no image would stand behind it
         recorder = _Recorder(batch, width, device, greedy=drawing[0] == 0, never=never)
         routes = Recorder(self.model) if self.record_routes else nullcontext()
         config = vars(self.model.config.get_text_config())
@@ -539,15 +542,12 @@ async def _measure_engine(engine: TransformersEngine, mixed_precision: str = "no
 
 def _probe_contexts(engine: TransformersEngine, turns: int = 1) -> list[list[int]]:
     """Three contexts: the longest beyond the model's windows, two padded across kernels' blocks."""
-    whole = base_model(engine.model).config
-    config = whole.get_text_config()
+    config = base_model(engine.model).config.get_text_config()
     reaches = [getattr(config, name, None) or 0 for name in REACHES]
     longest = max(SHALLOWEST, *(reach for reach in reaches if reach < _LONGEST)) + TURN
     longest = max(1, min(longest, engine.context_length - turns * TURN - (turns - 1) * RESULT))
     draw = np.random.default_rng(0)
-    words = np.setdiff1d(
-        np.arange(config.vocab_size), [*media_tokens(whole).values()]
-    )  # no image stands behind others
+    words = np.setdiff1d(np.arange(config.vocab_size), engine._media_tokens)  # no image stands behind others
     lengths = (longest, longest // 2 + 1, min(5, longest))
     return [[int(token) for token in draw.choice(words, size=length)] for length in lengths]
 
