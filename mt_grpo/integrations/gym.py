@@ -17,7 +17,7 @@ from mt_grpo.envs.env import outcome_at_end
 from mt_grpo.envs.source import environment, takes
 from mt_grpo.errors import describe_error, find_fault, refuse_first
 from mt_grpo.imports import import_object
-from mt_grpo.media import media_to_digests
+from mt_grpo.media import has_media, media_to_digests, read_parts
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import TYPES
 from mt_grpo.tools.function import render
@@ -127,9 +127,10 @@ class GymEnv(StepEnv):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         *before, last = messages
         said, shown = last["content"], _show(seen)
-        if isinstance(said, list):  # with images or sounds
-            return [*before, {**last, "content": [*said, {"type": "text", "text": f"\n\n{shown}"}] if shown else said}]
-        return [*before, {**last, "content": "\n\n".join(filter(None, [said, shown]))}]
+        if isinstance(said, str) and isinstance(shown, str):
+            return [*before, {**last, "content": "\n\n".join(filter(None, [said, shown]))}]
+        shown = f"\n\n{shown}" if shown and isinstance(shown, str) else shown
+        return [*before, {**last, "content": [*_parts(said), *_parts(shown)]}]  # with images or sounds
 
     async def step(self, turn: Turn) -> Step:
         """Plays the action of a turn. The model reads the error of an invalid action."""
@@ -145,7 +146,8 @@ class GymEnv(StepEnv):
         self.total += reward
         reason = StopReason.ENV_DONE if terminated else StopReason.MAX_STEPS
         done = reason if terminated or truncated or over else False
-        shown: str | list[Message] = _show(seen) or ([] if done else "(nothing to see)")
+        shown: Any = _show(seen) or ([] if done else "(nothing to see)")
+        shown = [{"role": "user", "content": shown}] if shown and isinstance(shown, list) else shown
         return Step(shown, reward, done, info=info if done else {})
 
     async def close(self) -> None:
@@ -184,9 +186,15 @@ def imported(env: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _show(observation: object) -> str:
-    """An observation as text: empty for `None`; what is no text as JSON."""
+def _show(observation: object) -> str | list[Any]:
+    """An observation as text: empty for `None`; what is no text as JSON; parts of a message where it shows media."""
+    if has_media(observation):
+        return read_parts(observation if isinstance(observation, list) else [observation])
     return "" if observation is None else render(observation)
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] * bool(content)
 
 
 def _seed_of(row: Row) -> int:

@@ -21,7 +21,7 @@ from mt_grpo.errors import ConfigError
 from mt_grpo.integrations import textarena
 from mt_grpo.integrations.gym import GymEnv
 from mt_grpo.media import read_image, to_file
-from mt_grpo.trajectory import StopReason
+from mt_grpo.trajectory import StopReason, Turn
 
 
 class Guess:
@@ -174,6 +174,20 @@ def test_a_game_that_is_made_too_late_is_closed():
         await until_true(lambda: closed, limit=60.0)
 
     asyncio.run(given_up())
+
+
+def test_images_that_a_game_shows_are_parts_of_messages():
+    class Camera(Shows):
+        def step(self, action):
+            return picture(), 0.0, False
+
+    async def go():
+        env = GymEnv(Camera)
+        [first] = await env.reset({"prompt": "Look.", "shown": [{"type": "text", "text": "Here"}, picture()]})
+        [reply] = (await env.step(Turn(0, {"role": "assistant", "content": "on"}))).replies
+        return [[part["type"] for part in message["content"]] for message in (first, reply)]
+
+    assert asyncio.run(go()) == [["text", "text", "image"], ["image"]]
 
 
 def test_observations_become_text_that_follows_the_prompt():
