@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -55,7 +54,7 @@ from mt_grpo.training.preflight import LOCK, clear_folder, locked
 from mt_grpo.training.step_log import FewerPrinter, FewerProgress
 from mt_grpo.training.step_log.records import read_audit, versions
 from mt_grpo.training.trainer import MTGRPOEnvTrainer
-from mt_grpo.trajectory import Trajectory
+from mt_grpo.trajectory import Row, Trajectory
 
 _EXAMPLES = 3
 _FAILURES = (ServerGoneError, WeightSyncError, RolloutError, CreditError, NonFiniteError, RewardError)
@@ -90,7 +89,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         if host:
             clear_folder(args)
         trainer.accelerator.wait_for_everyone()
-    earlier: dict[str, Any] = {}
+    earlier: Row = {}
     summary_path = folder / "summary.json"
     if main and args.resume_from_checkpoint and summary_path.exists():
         earlier = json.loads(summary_path.read_text(encoding="utf-8"))
@@ -242,7 +241,7 @@ class _Measures(TrainerCallback):
         self._after()
 
 
-def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> dict[str, Any]:
+def _measure(trainer: MTGRPOEnvTrainer, progress: _RunProgress, label: str) -> Row:
     if trainer.evaluated_step != trainer.state.global_step:
         with progress.measuring(label):
             trainer.evaluate()
@@ -268,7 +267,7 @@ def measure(trajectory: Trajectory, rewards: Sequence[RewardFunc]) -> dict[str, 
     return measures
 
 
-def summarise(measures: list[dict[str, float]], generations: int = 1) -> dict[str, Any]:
+def summarise(measures: list[dict[str, float]], generations: int = 1) -> Row:
     """
     The mean of each measure over the trajectories that have it, how many `questions` have so many of them each, and
     how many trajectories were left `unscored`, by measure, if any were.
@@ -279,13 +278,13 @@ def summarise(measures: list[dict[str, float]], generations: int = 1) -> dict[st
     return {**means, "questions": len(measures) // generations, **({"unscored": unscored} if unscored else {})}
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Row) -> None:
     """Writes JSON so that a crash leaves the old file or the whole new one."""
     with written_whole(path) as partial:
         partial.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _table(before: dict[str, Any], after: dict[str, Any], title: str) -> Table:
+def _table(before: Row, after: Row, title: str) -> Table:
     """The measures before and after, side by side."""
     result = Table(title=Text(title, style="table.title"))
     for column in ("", "before", "after", "change"):
@@ -310,7 +309,7 @@ _LABELS = {
 }
 
 
-def _plot(history: list[dict[str, Any]], path: Path, title: str) -> None:
+def _plot(history: list[Row], path: Path, title: str) -> None:
     """Draws the mean of each reward over training steps."""
     rows = [row for row in history if "reward" in row]
     names = [key for key in (rows[0] if rows else {}) if key.startswith("rewards/") and key.endswith("/mean")]

@@ -80,7 +80,7 @@ STARTS = (
         "advantage_estimator",
         "",
         DEFAULT_RULE,
-        "[eight designs](measurements.md#credit-rules): below its start only where the outcome is nearly noise",
+        "[eight designs](measurements.md#credit-rules): below its start where outcomes are noise or rates high",
         "[`mt-grpo credit`](credit.md#which-rule-suits-my-rewards) on 32 groups",
     ),
     _Start(
