@@ -243,11 +243,19 @@ def _read_frames(frames: object, of_row: bool, known: Files | None) -> list[Pict
 
 
 def has_media(value: object) -> bool:
-    """Whether what a tool returned is an image or a sound, or a list of parts with one."""
+    """Whether what a tool returned is an image or a sound, or a list of parts and texts with one."""
     if not isinstance(value, list):
         return is_medium(value)
-    parts = all(is_medium(part) or (isinstance(part, dict) and "type" in part) for part in value)
+    parts = all(
+        is_medium(part) or isinstance(part, str) or (isinstance(part, dict) and "type" in part) for part in value
+    )
     return parts and any(is_medium(part) or kind_of_part(part) for part in value)
+
+
+def returned_parts(value: object) -> list[object]:
+    """The parts of what has media, with its texts as parts."""
+    parts = value if isinstance(value, list) else [value]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def part_text(part: Any) -> str:

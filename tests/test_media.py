@@ -203,6 +203,12 @@ def test_a_model_of_text_has_no_image_decoded():
     assert not is_decoded(_read_result([shown], None).parts[0]["image"])
 
 
+def test_results_name_no_place_in_memory():
+    result = _read_result(["here", picture()], None)
+    assert result.text == "here\n[image]" and [part["type"] for part in result.parts] == ["text", "image"]
+    assert _read_result({"board": picture()}, None).text == '{"board": "[image]"}'
+
+
 def test_images_are_decoded_in_a_thread_and_once(monkeypatch):
     threads, load = [], ImageFile.ImageFile.load
 

@@ -17,7 +17,7 @@ from mt_grpo.envs.env import outcome_at_end
 from mt_grpo.envs.source import environment, takes
 from mt_grpo.errors import describe_error, find_fault, refuse_first
 from mt_grpo.imports import import_object
-from mt_grpo.media import has_media, media_to_digests, read_parts
+from mt_grpo.media import has_media, media_to_digests, read_parts, returned_parts
 from mt_grpo.options.table import Values
 from mt_grpo.options.values import TYPES
 from mt_grpo.tools.function import render
@@ -189,7 +189,7 @@ def imported(env: Mapping[str, Any]) -> dict[str, Any]:
 def _show(observation: object) -> str | list[Any]:
     """An observation as text: empty for `None`; what is no text as JSON; parts of a message where it shows media."""
     if has_media(observation):
-        return read_parts(observation if isinstance(observation, list) else [observation])
+        return read_parts(returned_parts(observation))
     return "" if observation is None else render(observation)
 
 

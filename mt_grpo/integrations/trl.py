@@ -26,7 +26,7 @@ from mt_grpo.envs.source import CLOSE_TIMEOUT, COLUMN, EnvLike, environment, too
 from mt_grpo.envs.tool_env import execute_calls
 from mt_grpo.errors import ConfigError, describe_error, users_code
 from mt_grpo.imports import import_object
-from mt_grpo.media import Part, has_media, kind_of_part, read_parts
+from mt_grpo.media import Part, has_media, kind_of_part, read_parts, returned_parts
 from mt_grpo.options.table import Values
 from mt_grpo.rewards import EnvReward, RewardFunc
 from mt_grpo.tools import Tool
@@ -292,7 +292,7 @@ def _text(said: object) -> object:
                 raise PartError(
                     f"A part of type {part['type']!r} cannot be shown: models read text, images, videos and sounds."
                 )
-    return said if has_media(said) else _as_text(said)
+    return returned_parts(said) if has_media(said) else _as_text(said)
 
 
 def _parts(said: object) -> list[Part]:

@@ -24,7 +24,16 @@ from transformers.utils.chat_template_utils import (
 
 from mt_grpo.concurrency import ConcurrencyLimit
 from mt_grpo.errors import UserError, describe_error
-from mt_grpo.media import decode_for_model, has_media, part_text, read_parts, snapshot_parts
+from mt_grpo.media import (
+    decode_for_model,
+    has_media,
+    is_image,
+    is_medium,
+    part_text,
+    read_parts,
+    returned_parts,
+    snapshot_parts,
+)
 from mt_grpo.tools.argument_check import ArgumentCheck, UnsoundSchema, names_in, read_schema
 from mt_grpo.trajectory import Arguments, ToolSchema
 
@@ -309,7 +318,7 @@ def _read_result(result: object, max_size: int | None) -> Result:
         return Result(cut(render(result), max_size), data)
     parts = [
         {**part, "text": cut(render(part["text"]), max_size)} if "text" in part else part
-        for part in read_parts(snapshot_parts(result if isinstance(result, list) else [result]))
+        for part in read_parts(snapshot_parts(returned_parts(result)))
     ]
     decode_for_model(parts)
     return Result("\n".join(map(part_text, parts)), data, parts)
@@ -386,6 +395,8 @@ def _plain(value: object) -> Any:
         return sorted(value, key=str)  # the order of a set of strings differs from run to run
     if isinstance(value, (bytes, bytearray, memoryview)):
         return _decoded(value)
+    if is_medium(value):  # not its place in memory, which differs from run to run
+        return part_text({"type": "image" if is_image(value) else "audio"})
     for method in ("model_dump", "tolist"):  # pydantic models; numpy arrays and numbers
         if callable(getattr(value, method, None)):
             return getattr(value, method)()

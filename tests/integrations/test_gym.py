@@ -183,7 +183,7 @@ def test_images_that_a_game_shows_are_parts_of_messages():
 
     async def go():
         env = GymEnv(Camera)
-        [first] = await env.reset({"prompt": "Look.", "shown": [{"type": "text", "text": "Here"}, picture()]})
+        [first] = await env.reset({"prompt": "Look.", "shown": ["Here", picture()]})
         [reply] = (await env.step(Turn(0, {"role": "assistant", "content": "on"}))).replies
         return [[part["type"] for part in message["content"]] for message in (first, reply)]
 
