@@ -197,7 +197,6 @@ REFUSED = {
     "train good.yaml --reward_weights 1.0 nan": "`reward_weights` is [1.0, nan]; give a list of finite numbers",
     "train good.yaml --lora_dropout 2": "`lora_dropout` is 2.0; set a number from 0 to 1, or leave it out.",
     "train good.yaml --seed -1": "`seed` is -1; set a whole number from 0 to 4294967295.",
-    f"view {LONG}": f"{LONG[:60]!r}... is too long for the name of a file.",
     f"eval good.yaml --tools {LONG}.py:a": f"{LONG[:60]!r}... is too long for the name of a file.",
     "train launched.yaml": "The environment variable WORLD_SIZE is 'two', and launchers set it to a number: unset ",
     "train good.yaml --turn_advantage_coef nan": "`turn_advantage_coef` is nan; give a finite number.",
