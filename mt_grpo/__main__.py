@@ -24,7 +24,7 @@ def _say_what_is_waited_for() -> None:
     time.sleep(_SECONDS)
     alive = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
     if alive:
-        line = f"mt-grpo: all is done, and the process ends once these threads of your code do: {', '.join(alive)}.\n"
+        line = f"mt-grpo: the command is over, and the process ends once these threads do: {', '.join(alive)}.\n"
         os.write(2, line.encode())
 
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,7 +38,7 @@ from mt_grpo.app.recipe_file import needs_trust_confirmation
 from mt_grpo.credit import CreditError, rule_label
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.source import source_of
-from mt_grpo.errors import ServerGoneError, WeightSyncError
+from mt_grpo.errors import ConfigError, ServerGoneError, WeightSyncError
 from mt_grpo.options.values import HAS_A_USER, env_type
 from mt_grpo.preemption import PreemptedError, print_error
 from mt_grpo.rewards import RewardError, RewardFunc
@@ -92,7 +92,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
     earlier: Row = {}
     summary_path = folder / "summary.json"
     if main and args.resume_from_checkpoint and summary_path.exists():
-        earlier = json.loads(summary_path.read_text(encoding="utf-8"))
+        earlier = _read_summary(summary_path)
     if trainer.accelerator.num_processes > 1:  # others may not see the file, and must measure, or not, with the first
         earlier = broadcast_object_list([earlier])[0]
 
@@ -127,7 +127,7 @@ def _run(trainer: MTGRPOEnvTrainer, resolved: dict[str, object], console: Consol
         nonlocal had_finished
         trainer.end_if_preempted()
         taken = earlier.get("steps") == trainer.state.global_step >= trainer.state.max_steps
-        had_finished = taken and earlier["seconds"] is not None  # which is written last
+        had_finished = taken and earlier.get("seconds") is not None  # which is written last
         if had_finished:
             args.eval_on_start = False
             return
@@ -276,6 +276,13 @@ def summarise(measures: list[dict[str, float]], generations: int = 1) -> Row:
     unscored = {name: len(measures) - len(values) for name, values in found.items() if len(values) < len(measures)}
     means = {name: sum(values) / len(values) for name, values in found.items()}
     return {**means, "questions": len(measures) // generations, **({"unscored": unscored} if unscored else {})}
+
+
+def _read_summary(path: Path) -> Row:
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+    raise ConfigError(f"{path} cannot be read as the summary of the run to resume: remove it, or put it back.")
 
 
 def write_json(path: Path, content: Row) -> None:

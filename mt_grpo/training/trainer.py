@@ -212,10 +212,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self.distillation = Distillation(self, args, scores, self.outcome_reward_funcs, *datasets)
         if processing_class is not None:  # before a model is loaded
             environment.prepare_tokenizer(tokenizer_in(processing_class), source)
+        # transformers sets it for an adapter, and torch refuses it beside reentrant checkpoints
         if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = (
-                False  # which transformers sets for an adapter, and torch refuses beside it
-            )
+            args.ddp_find_unused_parameters = False
         with no_adapter_left(model, self):
             policy = open_policy(model, args, quantization_config, peft_config)
             processing = processing_of(policy["model"], processing_class, args)

@@ -115,7 +115,7 @@ def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog):
         assert f"is at step 2 of {max_steps}, and takes no further step" in caplog.text
 
 
-def test_a_finished_run_is_left_as_it_is(recipe, prints, run):
+def test_a_finished_run_is_left_as_it_is(recipe, prints, refused, run):
     keys = SAVE | {"learning_rate": 0.01, "do_eval": True}
     prints("train", *recipe(**keys), *OVERWRITE)
     before = contents(run)
@@ -127,6 +127,8 @@ def test_a_finished_run_is_left_as_it_is(recipe, prints, run):
     }
     (run / "summary.json").write_bytes(before[run / "summary.json"].replace(b'"seconds": ', b'"seconds": null, "": '))
     assert "What to do next" in prints("train", *recipe(**keys), *RESUME)  # it was ended in its last evaluation
+    (run / "summary.json").write_text("{")
+    assert "summary.json cannot be read" in refused("train", *recipe(**keys), *RESUME)
 
 
 # Another run's folder

@@ -75,7 +75,7 @@ sys.exit(main())
     ("seconds", "said"),
     [
         ("0.1", ""),
-        ("4", "mt-grpo: all is done, and the process ends once these threads of your code do: my logger.\n"),
+        ("4", "mt-grpo: the command is over, and the process ends once these threads do: my logger.\n"),
     ],
 )
 def test_threads_that_keep_a_finished_process_are_named(seconds, said):
