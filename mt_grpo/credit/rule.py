@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mt_grpo.errors import ConfigError, UserError, defined_at, describe_error, find_fault
 from mt_grpo.imports import Registry, check_name, did_you_mean, unknown_option
-from mt_grpo.options.values import rule_name
 
 Scale = Literal["group", "batch", "none"]
 
@@ -248,8 +247,9 @@ Rule = str | Mapping[str, Any]
 
 def rule_label(rule: Rule) -> str:
     """A rule as it is shown in a heading: `gtpo (gamma 0.9)`."""
-    options = ", ".join(f"{name} {value}" for name, value in _options(rule).items())
-    return f"{rule_name(rule)} ({options})" if options else rule_name(rule)
+    name, own = _split(rule)
+    options = ", ".join(f"{option} {value}" for option, value in own.items())
+    return f"{name} ({options})" if options else name
 
 
 def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tuple[AdvantageEstimator, dict[str, Any]]:
@@ -257,7 +257,7 @@ def bind_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> tup
     The function of a rule, as `parse_rule` returns it, and the options to call it with: its own options, and those of
     the run that it takes. With a `turn_coef` of `None` the rule's own default applies.
     """
-    name, options = rule_name(rule), _options(rule)
+    name, options = _split(rule)
     function = get_estimator(name)
     _, *parameters = inspect.signature(function).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -302,20 +302,23 @@ def whole_rule(rule: Rule, *, turn_coef: float | None, scale_rewards: str) -> di
     function, given = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
     _, *parameters = inspect.signature(function).parameters.values()
     defaults = {each.name: each.default for each in parameters if each.kind not in _VARIADIC}
-    return {"name": rule_name(rule), **defaults, **given}
+    return {"name": _split(rule)[0], **defaults, **given}
 
 
 def rule_says(rule: Rule) -> str | None:
     """The first paragraph of a rule's docstring on one line; `None` where it has none."""
-    text = inspect.getdoc(get_estimator(rule_name(rule)))
+    text = inspect.getdoc(get_estimator(_split(rule)[0]))
     return None if not text else " ".join(text.split("\n\n")[0].split())
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _options(rule: Rule) -> dict[str, Any]:
-    return {} if isinstance(rule, str) else {option: value for option, value in rule.items() if option != "name"}
+def _split(rule: Rule) -> tuple[str, dict[str, Any]]:
+    """The name of a rule, and its own options."""
+    if isinstance(rule, str):
+        return rule, {}
+    return rule["name"], {option: value for option, value in rule.items() if option != "name"}
 
 
 def _check_types(name: str, function: AdvantageEstimator, options: dict[str, Any]) -> None:
@@ -451,7 +454,7 @@ def call_rule(
     rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None, scale_rewards: Scale = "group"
 ) -> Credit:
     """The advantages of `estimate`, and the parts that a rule of a user's own returns with them."""
-    name = rule_name(rule)
+    name, _ = _split(rule)
     function, options = bind_rule(rule, turn_coef=turn_coef, scale_rewards=scale_rewards)
     if isinstance(function, in_parts):
         function = function.credit
