@@ -7,6 +7,7 @@ The one way to run coroutines from threads, and functions in threads from corout
 - `in_thread(function, name)`, in a coroutine: begins a blocking call in a daemon thread.
 - `ConcurrencyLimit`, `CallClock`: how many calls of a kind run at once, and how long one may take, for all event loops
   of the process. A call that waits for a place takes no time of its own.
+- `Conversation`: what the calls of one conversation hold, to be released at its end.
 - `LoopThread`: a daemon thread with an event loop, for what outlives the loop of its caller.
 """
 
@@ -644,3 +645,34 @@ def consume_exception(future: Future) -> None:
     """Retrieves the exception of a future, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
+
+
+class Conversation:
+    """What a conversation holds of servers. All calls of it, from tools to rewards, find the same."""
+
+    def __init__(self) -> None:
+        self.held: dict[object, Any] = {}
+        self.lock = asyncio.Lock()
+        self.at_end = contextlib.ExitStack()
+
+    @staticmethod
+    def current() -> Conversation | None:
+        """The conversation of the running task; `None` outside of conversations."""
+        return _conversation.get()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def begun() -> Iterator[None]:
+        """Context manager for one conversation; releases its server slots on exit."""
+        mine = Conversation()
+        before = _conversation.set(mine)
+        try:
+            with mine.at_end:
+                yield
+        finally:
+            _conversation.reset(before)
+
+
+_conversation: contextvars.ContextVar[Conversation | None] = contextvars.ContextVar(
+    "the conversation that this task belongs to", default=None
+)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mt_grpo.concurrency import ConcurrencyLimit, abandon, begin, call, in_thread, run
+from mt_grpo.concurrency import ConcurrencyLimit, Conversation, abandon, begin, call, in_thread, run
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.envs.env import ConversationEnded, Outcome, StepEnv, checked_outcome
 from mt_grpo.envs.source import EnvLike, check_source, close_each, source_of, warn_of_unclosed
@@ -29,7 +29,6 @@ from mt_grpo.rollout.engines import Engine, PlacingEngine, SamplingParams
 from mt_grpo.rollout.escaped_text import MediaEncoder
 from mt_grpo.rollout.policy import ConversationPolicy, RolloutLimits, RolloutRequest, Sampler, derive_seed
 from mt_grpo.rollout.token_row import SanityCheck, TokenRow, token_row
-from mt_grpo.servers.external import Conversation
 from mt_grpo.tools.function import cut
 from mt_grpo.trajectory import Message, StopReason, Trajectory
 

@@ -16,9 +16,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -404,32 +402,3 @@ class EnvServerPool:
                         "The %s at %s is passed over for %g s: %s.", self.kind, url, _RETRY_AFTER, lost.rstrip(".")
                     )
                 host.rests = now + _RETRY_AFTER
-
-
-class Conversation:
-    """What a conversation holds of servers. All calls of it, from tools to rewards, find the same."""
-
-    def __init__(self) -> None:
-        self.held: dict[object, Any] = {}
-        self.lock = asyncio.Lock()
-        self.at_end = ExitStack()
-
-    @staticmethod
-    def current() -> Conversation | None:
-        """The conversation of the running task; `None` outside of conversations."""
-        return _current.get()
-
-    @staticmethod
-    @contextmanager
-    def begun() -> Iterator[None]:
-        """Context manager for one conversation; releases its server slots on exit."""
-        mine = Conversation()
-        before = _current.set(mine)
-        try:
-            with mine.at_end:
-                yield
-        finally:
-            _current.reset(before)
-
-
-_current: ContextVar[Conversation | None] = ContextVar("the conversation that this task belongs to", default=None)

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 from support.waiting import until_true
 
-from mt_grpo.concurrency import OutOfTime, call
+from mt_grpo.concurrency import Conversation, OutOfTime, call
 from mt_grpo.servers import external
 from mt_grpo.servers.external import (
     MAX_STARTING,
-    Conversation,
     EnvServerPool,
     Full,
     ServerLost,

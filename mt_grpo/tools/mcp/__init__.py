@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from mt_grpo.concurrency import OnePerProcess, OutOfTime, call, consume_exception, in_thread, waiting
+from mt_grpo.concurrency import Conversation, OnePerProcess, OutOfTime, call, consume_exception, in_thread, waiting
 from mt_grpo.errors import ConfigError, refuse_first
 from mt_grpo.imports import did_you_mean, need_library
 from mt_grpo.media import Part, read_parts
 from mt_grpo.servers.external import (
     MAX_STARTING,
-    Conversation,
     EnvServerPool,
     ServerLost,
     Unreachable,
