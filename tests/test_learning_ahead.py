@@ -1,7 +1,5 @@
 """What is learnt with `max_staleness`: the objectives that are compared, and the page with the committed figures."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What the suite asks of itself: short names, tests that end their process and fail alone, reports that arrive."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

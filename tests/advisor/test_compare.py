@@ -1,7 +1,5 @@
 """What a few groups tell of the direction of a rule agrees with the enumeration of all groups."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

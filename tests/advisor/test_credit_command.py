@@ -1,7 +1,5 @@
 """`mt-grpo credit`: what it refuses before any work, and what it says of conversations."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

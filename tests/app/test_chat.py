@@ -1,7 +1,5 @@
 """A person asks an agent in the environment of its training."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

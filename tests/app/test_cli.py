@@ -1,7 +1,5 @@
 """The command line on small inputs: bad ones are refused before any work, good ones leave what they promise."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`mt-grpo train --dry_run` checks and builds all that training does, and neither samples nor writes."""
 
-from __future__ import annotations
-
 import json
 import re
 

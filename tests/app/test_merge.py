@@ -1,7 +1,5 @@
 """What a run trained, as one folder: its numbers, what comes with it, and a card that says what the run's log says."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

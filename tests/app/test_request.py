@@ -1,7 +1,5 @@
 """Wrong input is refused with one sentence before torch is imported, and help is printed without it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

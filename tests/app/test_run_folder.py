@@ -1,7 +1,5 @@
 """Beginning, resuming, replaying and ending a run: what would mix two runs or train nothing is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`mt-grpo runs` and `mt-grpo compare`: what they list, what they call a difference, what they refuse."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The server's command follows the recipe."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What is said of the bias and the noise of each rule holds, with every group enumerated."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a rule's advantage is the sum of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

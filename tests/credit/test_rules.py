@@ -1,7 +1,5 @@
 """Rules equal slow ones that are written down member by member, and make no signal of nothing."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import statistics

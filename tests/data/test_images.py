@@ -1,7 +1,5 @@
 """Images in columns of datasets: opened as those of tools are, and the same as `datasets` decodes."""
 
-from __future__ import annotations
-
 import io
 import struct
 

@@ -1,7 +1,5 @@
 """Tasks for agents in a terminal: their solutions solve them, and nothing else does."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Environments that users write: one for each conversation, closed whatever happens, and none that holds up others."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

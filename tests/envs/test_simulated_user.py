@@ -1,7 +1,5 @@
 """A user whom an endpoint plays, against a scripted endpoint on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """What top_k, top_p and min_p leave to be sampled is what is trained: values, gradients and ratios."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

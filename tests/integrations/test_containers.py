@@ -1,7 +1,5 @@
 """Containers of runs and images of tasks, with a program in the engine's place that writes down what it is asked."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

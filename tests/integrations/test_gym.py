@@ -1,7 +1,5 @@
 """Gym-like classes: every form of `reset` and `step`, seeds, refused actions, and what goes wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """Interactions: chosen by the row, each method really called, and bad files refused with one sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The policy over HTTP: what clients of OpenAI's ask for, what they are told, and who may ask."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Sandboxes that start ahead of their conversations, with what only notes what becomes of them in a trial's place."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The shell of a task, with bash on this machine in the place of a container's."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os

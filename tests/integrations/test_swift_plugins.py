@@ -1,7 +1,5 @@
 """Schedulers and rewards in files: imported by ms-swift's own module names, named in options, trained and refused."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

@@ -1,7 +1,5 @@
 """verl's own files of tools, by its own paths."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Games of TextArena and tasks of reasoning-gym, played for real; `make interop-games` installs them."""
 
-from __future__ import annotations
-
 import random
 import re
 from importlib.util import find_spec

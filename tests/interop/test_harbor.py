@@ -1,7 +1,5 @@
 """Tasks of Harbor in real containers; `make interop-harbor` makes a place where they run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What is computed on a device that is not the CPU is what the CPU computes, with nothing left behind there."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

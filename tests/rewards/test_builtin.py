@@ -1,7 +1,5 @@
 """The rewards that come with the package: what each gives, by what was said, and which answers it takes."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

@@ -1,7 +1,5 @@
 """Turn rewards that later turns change are found; the built-in ones are none."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

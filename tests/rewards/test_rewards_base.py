@@ -1,7 +1,5 @@
 """Rewards: what they are, how a batch is scored, and those that a recipe lists."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

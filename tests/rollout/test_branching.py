@@ -1,7 +1,5 @@
 """Conversations that branch: they share a beginning, and nothing of what comes after it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import time

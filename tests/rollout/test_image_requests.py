@@ -1,7 +1,5 @@
 """Images in requests to a vLLM server that is scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import itertools

@@ -1,7 +1,5 @@
 """Right answers as leaves behind the contexts of a trajectory, and its turns with a hint before them."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The server's client against an upstream that fails as scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """What is said of conversations follows from how they ended, what they called and what they sampled."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,7 +1,5 @@
 """What `state.json` says of a run that goes on, ends, fails or is killed, and what is said during long work."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

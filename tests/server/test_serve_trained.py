@@ -1,7 +1,5 @@
 """A model that a run trained, behind a real vLLM server that is no trainer's."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A trainer that starts a real vLLM server, on this machine's CPU."""
 
-from __future__ import annotations
-
 import json
 
 import psutil

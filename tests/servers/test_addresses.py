@@ -1,7 +1,5 @@
 """Addresses of several servers, as lists and ranges."""
 
-from __future__ import annotations
-
 import pytest
 
 from mt_grpo.errors import ConfigError

@@ -1,7 +1,5 @@
 """Several servers as the client sees them: who is asked, who is left out, who joins, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """A scripted endpoint that speaks OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import json
 import threading
 from itertools import count

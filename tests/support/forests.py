@@ -1,7 +1,5 @@
 """Token trees that meet and fork, and the log-probs and gradients of a model on them."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import contextmanager
 

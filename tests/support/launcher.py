@@ -1,7 +1,5 @@
 """A forked program whose processes are forked too, where accelerate starts them: `launcher -m mt_grpo train ...`"""
 
-from __future__ import annotations
-
 import sys
 
 from support.forked import fork_what_is_launched

@@ -1,7 +1,5 @@
 """Marks of tests that need what not every machine has."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.servers import SERVER_PYTHON

@@ -1,7 +1,5 @@
 """Batches of rewards at random, as credit rules are given them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What a policy says in the shell of a task, and conversations there that branch."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

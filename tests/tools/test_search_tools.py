@@ -1,7 +1,5 @@
 """Search tools, and the connections of tools that ask a server."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Agents, and environments of verifiers, named in options: trained on what was sampled, and refused."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-probs of right answers: equal to a forward for each, computed once, by the trainer or a server."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Environments of a run: several by the rows' column, closed after rewards have seen them, and named in recipes."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

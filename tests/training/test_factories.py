@@ -1,7 +1,5 @@
 """The trainer with environments of TRL's form: the same conversations and rewards as in TRL."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Turns are distilled where a teacher's word foretells outcomes in groups that its line has not seen, or by choice."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

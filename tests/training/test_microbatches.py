@@ -1,7 +1,5 @@
 """Rows of a batch are dealt to micro-batches and ranks: whole groups, and as much work each."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

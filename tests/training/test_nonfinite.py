@@ -1,7 +1,5 @@
 """A number that is not finite ends the run before it reaches a weight or a file."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A run whose machines are wanted back ends after its step, with a checkpoint and a status of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

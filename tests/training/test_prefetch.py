@@ -1,7 +1,5 @@
 """Rollouts and training at the same time: `max_staleness`."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import defaultdict

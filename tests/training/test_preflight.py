@@ -1,7 +1,5 @@
 """What the machine or the number of processes makes impossible is refused where training starts."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Several ranks on a CPU: unequal numbers of turns neither deadlock nor change what is learnt."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

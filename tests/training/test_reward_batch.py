@@ -1,7 +1,5 @@
 """What credit rules are given, and which groups have nothing to learn from, said exactly."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

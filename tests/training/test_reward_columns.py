@@ -1,7 +1,5 @@
 """What a reward needs is held against the datasets before anything is loaded or sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from contextlib import nullcontext

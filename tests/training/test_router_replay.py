@@ -1,7 +1,5 @@
 """`router_replay`: a mixture is trained through the experts that its tokens were sampled by."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

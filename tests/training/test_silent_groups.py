@@ -1,7 +1,5 @@
 """Groups that branch, and groups without signal: sampled again, or left out of what a loss is divided by."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Through the whole trainer, the gradient of many groups is the one that enumeration gives, for a known process."""
 
-from __future__ import annotations
-
 import copy
 import math
 

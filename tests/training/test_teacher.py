@@ -1,7 +1,5 @@
 """A teacher's log-probs are those of a plain forward per turn, whatever model it is, and what it becomes."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 

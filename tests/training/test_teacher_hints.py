@@ -1,7 +1,5 @@
 """A teacher that is shown hints: it reads as a forward of the hinted context does, and nothing else is learnt."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from types import SimpleNamespace

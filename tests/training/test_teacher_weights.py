@@ -1,7 +1,5 @@
 """The policy as it was teaches with the weights of the formula, and a resumed run goes on with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig

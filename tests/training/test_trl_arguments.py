@@ -1,7 +1,5 @@
 """The trainer with the arguments of a script for TRL's trainer: what they mean there, or one sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What this package relies on in TRL. A failure here means: read TRL's change before touching anything else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

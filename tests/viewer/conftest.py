@@ -1,7 +1,5 @@
 """A run without training, its queries, the page over it, and a browser."""
 
-from __future__ import annotations
-
 import pytest
 from support.browser import missing, open_browser, opened, serving
 from support.runs import queries_of, write_run

@@ -1,7 +1,5 @@
 """Conversations in a real browser: their tokens, messages, contexts, credit, notes, and the way through a list."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

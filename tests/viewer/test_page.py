@@ -1,7 +1,5 @@
 """The page in a real browser: every view of runs, the paths through them, and hostile text that stays text."""
 
-from __future__ import annotations
-
 import shutil
 import statistics
 import time

@@ -1,7 +1,5 @@
 """What the page is told of a run, held against its index and its files, and filters against a plain reading of it."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from itertools import product

@@ -1,7 +1,5 @@
 """Several runs in one folder, and a run before its first batch: what is known of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

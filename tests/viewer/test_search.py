@@ -1,7 +1,5 @@
 """Search in what was said, its index, and the notes beside a run."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """The server of the page: whom it answers, with what headers, and who may write notes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

@@ -3,8 +3,6 @@ What is relied on in vLLM, looked up in the source of the installed one, as it p
 version has others, this says which, before any server is started.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Servers that hold weights, and syncs to them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
