@@ -1,7 +1,5 @@
 """What holds for all tests; fixtures that all rooms share are in `support/fixtures.py`."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

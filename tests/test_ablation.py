@@ -1,7 +1,5 @@
 """The comparison of credit rules: what its arms do to rewards, its intervals, its runs, and the page about it."""
 
-from __future__ import annotations
-
 import json
 import math
 

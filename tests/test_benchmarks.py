@@ -1,7 +1,5 @@
 """Every benchmark that has a quick mode runs to its end in it; what they share; the tables of reports."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

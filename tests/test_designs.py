@@ -1,7 +1,5 @@
 """The designs that credit rules are compared on: what they pay, in tables and in the trainer's environment alike."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The maps of the documentation are true: every file and page that they name is there, and no page is left out."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import runpy

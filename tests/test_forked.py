@@ -1,7 +1,5 @@
 """Programs that are forked with what they need imported behave as those that are started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

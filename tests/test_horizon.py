@@ -1,7 +1,5 @@
 """The comparison of credit rules by length: its task, what turn rewards say, and how runs are compared."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Images and sounds of strangers: of few formats, bounded before they are decoded, and no files of this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy

@@ -1,7 +1,5 @@
 """The notebook trains in a real Jupyter kernel, whose event loop is already running."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The race against TRL's trainer: both sides are given the same, and the page has the committed figures."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Sounds as datasets, tools and requests give them: read, named by their content, written; refused in one sentence."""
 
-from __future__ import annotations
-
 import base64
 import io
 import pickle

@@ -1,7 +1,5 @@
 """The success probe of benchmarks/reports/success_probe.md: its task, its score, its rule and its table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import prod

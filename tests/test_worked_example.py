@@ -1,7 +1,5 @@
 """The worked example, `docs/example.md` and `recipes/sql`: right answers, an agent that only reads, steps that run."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

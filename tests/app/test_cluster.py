@@ -1,7 +1,5 @@
 """What `recipes/cluster` starts on three nodes: the same commands, whoever starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

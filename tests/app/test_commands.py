@@ -1,7 +1,5 @@
 """Commands that need no trainer: they answer at once, and refuse what they cannot do with one sentence."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

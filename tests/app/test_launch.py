@@ -1,7 +1,5 @@
 """`mt-grpo train --accelerate_config`: processes and hosts, how they meet and end, and what is refused before."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The configuration of a stranger's run executes nothing unasked; pages and exports of one execute nothing at all."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What a run shows while it works, and says at its end: its commands can be copied, and are run here."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re

@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: in imports, in a step, in conversations that swallow them, to one process and to several."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """`report_to` with real trackers that work offline: the conversations of a whole run reach them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`mt-grpo view`: what it refuses, how it starts and ends, and what it does not import."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A built wheel holds all that the package needs: the quickstart runs from an empty folder, without the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

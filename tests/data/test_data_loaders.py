@@ -1,7 +1,5 @@
 """Dataset rows from small files in the schemas of their sources; every refusal is one clear sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

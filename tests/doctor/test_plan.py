@@ -1,7 +1,5 @@
 """The formulas of `mt-grpo doctor`, beside a worked example and what torch reports; the command as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`mt-grpo doctor --suggest`: its recipe fits, holds what was given, and has the numbers of the docs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of every kind of attention, layer with a state and output layer score packed trees as a forward per turn."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """Images in packed trees, in padded rows and turn by turn, against the model's own forward over each turn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.forests import assert_same_gradient, make_tree

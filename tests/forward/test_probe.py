@@ -1,7 +1,5 @@
 """A model is trained over packed trees only if it scores a small one as it scores each turn alone."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

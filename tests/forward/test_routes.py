@@ -1,7 +1,5 @@
 """Routes of mixtures: what was recorded is replayed, on trees, in every layer and for every kind of router."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The packed forward on a GPU: FlexAttention, forward and backward, against one forward per turn."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

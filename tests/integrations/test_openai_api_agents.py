@@ -1,7 +1,5 @@
 """Agents that are functions or programs: their results, what becomes of those that fail, faults in any order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

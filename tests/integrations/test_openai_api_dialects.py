@@ -1,7 +1,5 @@
 """OpenAI's Responses and Anthropic's messages: loops in them are one sequence too."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

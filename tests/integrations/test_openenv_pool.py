@@ -1,7 +1,5 @@
 """Servers of one OpenEnv environment: what ends a conversation, what is tried again, and `environment_urls`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Schedulers as people have them: their loop is kept, what is trained is what was sampled, nothing ends the run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

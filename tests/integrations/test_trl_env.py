@@ -1,7 +1,5 @@
 """Environments of TRL's form: in one conversation, and their instances between conversations."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import signal

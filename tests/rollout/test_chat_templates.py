@@ -1,7 +1,5 @@
 """Every chat template that TRL brings shows the model what it is told, or is refused in a sentence at the start."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import lru_cache
 

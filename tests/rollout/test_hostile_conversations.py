@@ -1,7 +1,5 @@
 """Nothing that tools and environments do hangs or ends a run, and nothing of it is left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

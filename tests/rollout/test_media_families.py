@@ -1,7 +1,5 @@
 """Models of every family that sees or hears: ids as the processor gives them, sampled and scored as by the model."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The policy: words that go on continue their ids, rewritten ones fork, and limits end what asks for more."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

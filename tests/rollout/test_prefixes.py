@@ -1,7 +1,5 @@
 """Turns that go on from what the last turn computed, and the proof that the engine samples what is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

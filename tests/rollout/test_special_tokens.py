@@ -1,7 +1,5 @@
 """Contents are text, whatever they spell: only the template, and the model by their tokens, write marks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from functools import lru_cache

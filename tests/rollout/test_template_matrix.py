@@ -1,7 +1,5 @@
 """Conversations under each chat template of TRL's, turn by turn against the template's own rendering of the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """What the model is shown of its past, what of it is trained, and how that differs from the whole as rendered."""
 
-from __future__ import annotations
-
 import logging
 import random
 

@@ -1,7 +1,5 @@
 """The embedded engine: what it says it sampled is what it sampled, whoever else is in the batch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """The folder of a run that is damaged, of another program, or of somebody who means harm."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a run leaves can be read as it was: whole, half written, while it is written, and trimmed to a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

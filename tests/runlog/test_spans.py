@@ -1,7 +1,5 @@
 """Spans of conversations at a real receiver of OTLP over HTTP."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

@@ -1,7 +1,5 @@
 """Kinds of models from a real vLLM server to a training step: families, mixtures of experts, one that sees images."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random

@@ -1,7 +1,5 @@
 """Turns that wait for room in a server's cache: who goes first, who waits, and when nobody does."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

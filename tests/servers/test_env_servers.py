@@ -1,7 +1,5 @@
 """Which of several servers a conversation gets, and what it waits for."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from functools import partial

@@ -1,7 +1,5 @@
 """Servers that are started together end together, and none ends another."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Servers of others that answer slowly, without end, or with a few bytes that are gigabytes: both are bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

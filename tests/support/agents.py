@@ -1,7 +1,5 @@
 """Agents that reach the policy over HTTP, and runs of them on scripted conversations."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A small model, a recipe for it, and trainers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Random models of a few thousand parameters: one for each kind of attention and of output layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A tiny random model of each family that hears, with its processor where that needs no library of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

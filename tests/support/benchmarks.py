@@ -1,7 +1,5 @@
 """The modules of `benchmarks/`, for tests that forget what these register, and conversations of their tasks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from importlib import import_module

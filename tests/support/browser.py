@@ -1,7 +1,5 @@
 """A real browser for tests of the page, and what is missing where there is none."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from collections.abc import Iterator

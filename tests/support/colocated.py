@@ -1,7 +1,5 @@
 """A scripted server that a trainer starts. As a program, steps of ranks: `colocated FOLDER PORT PER_SERVER`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

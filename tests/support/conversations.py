@@ -1,7 +1,5 @@
 """Conversations by script, and renderers for the chat templates of TRL."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Small processes on which credit rules are measured, see `support.exact_gradients`."""
 
-from __future__ import annotations
-
 import math
 
 from support.exact_gradients import Play, Process

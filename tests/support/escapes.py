@@ -1,7 +1,5 @@
 """Ways out of a sandbox, as Python code that tries each of them and says which led out."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures that all rooms share; tiny models and tokenizers are made once per test run."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers in processes of their own. A process that has imported what they need once is forked for each."""
 
-from __future__ import annotations
-
 import multiprocessing
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny models whose layers carry a state from token to token, of every kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

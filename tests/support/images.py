@@ -1,7 +1,5 @@
 """Tiny vision-language models, and a processor that needs no torchvision."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

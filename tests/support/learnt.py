@@ -1,7 +1,5 @@
 """Runs of `support.ranks`, and whether two of them learnt the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

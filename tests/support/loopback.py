@@ -1,7 +1,5 @@
 """HTTP on loopback: a server that answers from a script, and a proxy that spoils what it is told to."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

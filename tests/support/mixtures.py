@@ -1,7 +1,5 @@
 """Random mixtures of experts, and engines and copies whose routers choose differently."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

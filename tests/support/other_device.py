@@ -1,7 +1,5 @@
 """A device apart from the CPU, made by a C++ compiler, for good: a tensor left on the CPU fails on it."""
 
-from __future__ import annotations
-
 import subprocess
 import sysconfig
 from collections.abc import Iterator

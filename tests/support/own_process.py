@@ -1,7 +1,5 @@
 """Tests that signal or end their process run in another one, which listens to signals as in a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

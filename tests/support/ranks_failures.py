@@ -1,7 +1,5 @@
 """Runs of which one process fails, each in its own way, one after another: `ranks_failures OUTPUT_DIR`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

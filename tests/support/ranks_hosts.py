@@ -1,7 +1,5 @@
 """Two ranks that share no folder and go back behind a checkpoint that the second one has too: `ranks_hosts FOLDER`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

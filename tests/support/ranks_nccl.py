@@ -1,7 +1,5 @@
 """Syncs by a scripted NCCL from two processes with sharded weights; the second one fails: `ranks_nccl FOLDER`."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

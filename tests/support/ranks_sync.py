@@ -1,7 +1,5 @@
 """One sync from each of two processes to two servers, then rollouts of rank 1 only: `ranks_sync FOLDER URL URL`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Three steps on a real server, for one process or several: `ranks_vllm OUTPUT_DIR PROCESSES URL MODEL`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

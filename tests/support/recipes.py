@@ -1,7 +1,5 @@
 """The recipes of this repository, and how tests read one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mt_grpo.app.build import Recipe, build_recipe

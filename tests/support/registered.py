@@ -1,7 +1,5 @@
 """Registries as they were, after a test that registers things of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from mt_grpo.credit import ADVANTAGE_ESTIMATORS, rule

@@ -1,7 +1,5 @@
 """The distributions that tokens are drawn from, by their definitions."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Rewards of a few trajectories, waited for."""
 
-from __future__ import annotations
-
 from mt_grpo.concurrency import run
 from mt_grpo.rewards import Scores, score_trajectories
 

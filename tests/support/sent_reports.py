@@ -1,7 +1,5 @@
 """Reports of xdist's workers travel as UTF-8: half a character in one would end the whole run without it."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that compute packed rows together, and hold the results against those of one: `sequence_ranks SIZE`."""
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import replace

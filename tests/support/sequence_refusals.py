@@ -1,7 +1,5 @@
 """Two ranks with `sp_size`, and models and options that it refuses: `sequence_refusals OUTPUT_FILE`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

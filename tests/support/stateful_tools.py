@@ -1,7 +1,5 @@
 """Stateful tools, as people write them for verl: only the import line is ours."""
 
-from __future__ import annotations
-
 import json
 
 from mt_grpo.tools import BaseTool, MCPBaseTool, OpenAIFunctionToolSchema, ToolResponse

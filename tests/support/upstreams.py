@@ -1,7 +1,5 @@
 """A scripted vLLM server, and clients of it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny random model of each vision family, with a processor of its kind that needs no torchvision."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What the process has imported that vLLM servers are forked from, see `support.forking`."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The calculator: right, exact for whole numbers, and bounded."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Several MCP servers as one: real ones, over streamable HTTP, in processes of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Files of tools in verl's form."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

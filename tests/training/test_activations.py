@@ -1,7 +1,5 @@
 """What training keeps for its backward: the same gradients, however it is kept."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, of another model, or cannot be written; what a resumed run may be given anew."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

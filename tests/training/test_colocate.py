@@ -1,7 +1,5 @@
 """Servers that the trainer starts on its own GPUs, with a scripted server in the place of vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the engine computes otherwise is corrected for in TRL's four modes; dropout is in no log-probs compared."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Training of models that see or hear: images and sounds in prompts and in results of tools, through the trainer."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import product
 from pathlib import Path

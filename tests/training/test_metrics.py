@@ -1,7 +1,5 @@
 """Metrics are means over what their names say, in training over a whole log window, in evaluation over every row."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Metrics over HTTP, as Prometheus reads them, and the dashboard that draws them."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """What a trainer leaves of its conversations: credit, what it computed per token, and where the time went."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

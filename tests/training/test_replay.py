@@ -1,7 +1,5 @@
 """Training on the conversations that a run logged: the run's own first step, and what cannot be replayed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

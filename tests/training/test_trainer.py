@@ -1,7 +1,5 @@
 """The trainer on scripted and sampled rollouts."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The trainer's forward over packed trees learns what TRL's padded forward learns, and what a forward a turn does."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

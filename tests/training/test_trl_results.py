@@ -1,7 +1,5 @@
 """Results of tools, held against the loop of TRL's own trainer: what rewards are given, and what the model reads."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

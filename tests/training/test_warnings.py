@@ -1,7 +1,5 @@
 """What is wrong with rewards and credit is said in words: once, and where it can be counted at the end."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a terminal is shown of conversations: text, whatever characters are in it."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What stands before a server's endpoints, and the key it leaves for its user."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

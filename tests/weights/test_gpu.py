@@ -1,7 +1,5 @@
 """Transfers between GPUs and within one, without GPUs: only what is between the two ends is scripted."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

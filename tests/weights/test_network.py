@@ -1,7 +1,5 @@
 """The transfer over the network: what the trainer offers, and how a server fetches it."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import copy

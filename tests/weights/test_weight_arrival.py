@@ -1,7 +1,5 @@
 """Whether weights arrive: each fault that leaves a server with other weights is seen, whatever the learning rate."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

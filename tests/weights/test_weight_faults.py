@@ -1,7 +1,5 @@
 """Control calls that fail, engines that die under a living process, caches, and whose weights a server holds."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 

@@ -1,7 +1,5 @@
 """Weights as a file: complete or absent, and the walk over parameters always finished."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from types import SimpleNamespace
