@@ -11,8 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from support.forking import begin_forks
-from support.own_process import pytest_pyfunc_call
-from support.sent_reports import pytest_report_to_serializable
+from support.own_process import pytest_pyfunc_call, pytest_report_to_serializable
 
 __all__ = ["pytest_pyfunc_call", "pytest_report_to_serializable"]
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from support.benchmarks import BENCHMARKS, REPORTS, between
 from support.forked import Forked
-from support.marks import needs_server
 from support.reward_batches import draw_batch
+from support.servers import needs_server
 from support.waiting import in_loop, until, until_true
 from trl import GRPOTrainer
 

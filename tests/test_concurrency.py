@@ -15,7 +15,7 @@ import warnings
 import pytest
 from support.models import build_model, lookup
 from support.own_process import TERMINAL
-from support.scoring import score
+from support.reward_batches import score
 from support.trainers import SEARCH as CALL
 from support.waiting import until
 
@@ -296,7 +296,7 @@ from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
 from mt_grpo.tools import Tool
 from mt_grpo.trajectory import ToolCall, Trajectory, Turn
-from support.scoring import score
+from support.reward_batches import score
 
 concurrency.GRACE = 0.5
 

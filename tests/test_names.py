@@ -82,7 +82,7 @@ def test_a_test_that_ends_its_process_ends_no_other_test(tmp_path):
 
 def test_half_a_character_hides_no_other_failure(tmp_path):
     """Where xdist's workers send their reports."""
-    hook = "sent_reports import pytest_report_to_serializable"
+    hook = "own_process import pytest_report_to_serializable"
     said = outcome(tmp_path, hook, HALVES, "-m", "pytest", "--numprocesses=1")
     assert "2 failed" in said, said
     assert r"said \ud83d" in said and r"printed \udfff" in said and "assert 1 == 2" in said

@@ -1,5 +1,7 @@
 """Rules by name, with the options of a recipe, and what a rule of one's own may return."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from datasets import Dataset
 from support.agents import END, Reciting, calling_tokenizer, check_whole, hold, run_agent
-from support.marks import needs_server
 from support.models import CPU_RUN, build_model
 from support.served import Served
+from support.servers import needs_server
 from support.trainers import Length, batch, check_log_probs
 
 from mt_grpo.data.terminal import write_tasks

@@ -8,9 +8,8 @@ import pytest
 import torch
 from support.forked import run_processes
 from support.learnt import assert_the_same_is_learnt, run_ranks
-from support.marks import needs_server
 from support.models import build_model, build_tokenizer
-from support.servers import RealServer
+from support.servers import RealServer, needs_server
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: run `make interop-deepspeed`")
 pytestmark = pytest.mark.slow

@@ -15,9 +15,8 @@ import pytest
 import yaml
 from support.agents import END, calling_tokenizer, check_whole
 from support.conversations import play as scripted
-from support.marks import needs_server
 from support.models import CPU_RUN, build_model
-from support.servers import RealServer
+from support.servers import RealServer, needs_server
 from support.trainers import Letters, batch, check_log_probs
 
 from mt_grpo.cli import main

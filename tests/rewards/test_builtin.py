@@ -7,7 +7,7 @@ from decimal import Decimal
 from types import SimpleNamespace
 
 import pytest
-from support.scoring import score
+from support.reward_batches import score
 
 from mt_grpo import rewards
 from mt_grpo.errors import ConfigError

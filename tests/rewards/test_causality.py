@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from support.scoring import score
+from support.reward_batches import score
 
 from mt_grpo.concurrency import run
 from mt_grpo.rewards import REWARDS, StateScore, TurnReward, cut_after, load_rewards, score_cut, score_trajectories

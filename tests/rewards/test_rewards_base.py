@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from support.registered import keep
-from support.scoring import score
+from support.reward_batches import score
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import UserError

@@ -9,9 +9,9 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from support import images
-from support.marks import needs_server
 from support.models import build_tokenizer
 from support.served import TOLERANCE, Served
+from support.servers import needs_server
 from support.template_matrix import ASKED, Exchange, tokenizer_of, turns_of, written
 from support.trainers import Letters
 from transformers import (

@@ -9,8 +9,7 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from support.loopback import free_port
-from support.marks import needs_server
-from support.servers import ServerProcess
+from support.servers import ServerProcess, needs_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.app.request import read_request

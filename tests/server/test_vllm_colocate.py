@@ -6,8 +6,7 @@ import psutil
 import pytest
 from support.forked import start_ranks
 from support.loopback import free_port
-from support.marks import needs_server
-from support.servers import OTHER_PROCESSOR, ROOT, START_LIMIT
+from support.servers import OTHER_PROCESSOR, ROOT, START_LIMIT, needs_server
 
 pytestmark = [needs_server, pytest.mark.server, pytest.mark.slow]
 

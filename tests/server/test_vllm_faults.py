@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import pytest
 from support.forked import Forked
 from support.loopback import Proxy
-from support.marks import needs_server
-from support.servers import ROOT, START_LIMIT, RealServer, nobody_left
+from support.servers import ROOT, START_LIMIT, RealServer, needs_server, nobody_left
 from support.waiting import until
 from transformers import AutoTokenizer
 

@@ -17,10 +17,9 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.forked import run_processes
-from support.marks import needs_server
 from support.models import CPU_RUN, build_model, build_tokenizer
 from support.served import LENGTH, TOLERANCE, Served, difference, differences, tiny_model
-from support.servers import START_LIMIT, RealServer
+from support.servers import START_LIMIT, RealServer, needs_server
 from support.trainers import Letters
 from support.waiting import until, until_true
 

@@ -5,50 +5,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AudioFlamingo3Config,
-    AudioFlamingo3ForConditionalGeneration,
-    AudioFlamingo3Processor,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Gemma4Processor,
-    GlmAsrConfig,
-    GlmAsrForConditionalGeneration,
-    GlmAsrProcessor,
-    GraniteSpeechConfig,
-    GraniteSpeechForConditionalGeneration,
-    GraniteSpeechProcessor,
-    ProcessorMixin,
-    Qwen2_5OmniThinkerConfig,
-    Qwen2_5OmniThinkerForConditionalGeneration,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-    Qwen2AudioProcessor,
-    VoxtralConfig,
-    VoxtralForConditionalGeneration,
-    WhisperFeatureExtractor,
-)
+import transformers as hf
+from transformers import ProcessorMixin
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
-from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.granite_speech.feature_extraction_granite_speech import GraniteSpeechFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from support.vision import Family, _random, _tokenizer, _vocabulary
+from support.vision import CHATML, SLIDING, Family, _random, _tokenizer, _vocabulary, gemma4_layers
 
 RATE = 800
 """Samples per second of the tiny processors."""
 ENCODER = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 8}
 
-_PARTS = (
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{{ 'SOUND' if part['type'] == 'audio' else part['text'] }}{% endfor %}{% endif %}"
-)
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    + _PARTS
-    + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = CHATML.replace("'IMAGE' if part['type'] == 'image'", "'SOUND' if part['type'] == 'audio'")
 """A short template in the form of those that come with these models."""
 
 
@@ -58,8 +28,8 @@ def tone(pitch: float = 40.0, seconds: float = 1.0, rate: int = RATE) -> np.ndar
     return (np.sin(2 * np.pi * pitch * time) * np.linspace(0.1, 0.8, len(time))).astype(np.float32)
 
 
-def _whisper(chunk: int = 4) -> WhisperFeatureExtractor:
-    return WhisperFeatureExtractor(
+def _whisper(chunk: int = 4) -> hf.WhisperFeatureExtractor:
+    return hf.WhisperFeatureExtractor(
         feature_size=8, sampling_rate=RATE, hop_length=20, n_fft=80, chunk_length=chunk, return_attention_mask=True
     )
 
@@ -67,30 +37,30 @@ def _whisper(chunk: int = 4) -> WhisperFeatureExtractor:
 def _qwen2_audio() -> Family:
     special = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
     tokenizer = _tokenizer(CHATML.replace("SOUND", "<|audio_bos|><|AUDIO|><|audio_eos|>"), special, "<|im_end|>")
-    processor = Qwen2AudioProcessor(_whisper(), tokenizer, chat_template=tokenizer.chat_template)
-    config = Qwen2AudioConfig(
+    processor = hf.Qwen2AudioProcessor(_whisper(), tokenizer, chat_template=tokenizer.chat_template)
+    config = hf.Qwen2AudioConfig(
         text_config=_vocabulary(tokenizer, model_type="qwen2"),
         audio_config={**ENCODER, "model_type": "qwen2_audio_encoder", "max_source_positions": 80},
         audio_token_id=processor.audio_token_id,
     )
-    return processor, _random(Qwen2AudioForConditionalGeneration, config)
+    return processor, _random(hf.Qwen2AudioForConditionalGeneration, config)
 
 
 def _flamingo(glm: bool) -> Family:
     token = "<|pad|>" if glm else "<sound>"
     tokenizer = _tokenizer(CHATML.replace("SOUND", token), [token], "<|im_end|>")
-    processor = (GlmAsrProcessor if glm else AudioFlamingo3Processor)(
+    processor = (hf.GlmAsrProcessor if glm else hf.AudioFlamingo3Processor)(
         _whisper(), tokenizer, chat_template=tokenizer.chat_template, audio_token=token, max_audio_len=8
     )
     text = {"text_config": _vocabulary(tokenizer, model_type="llama" if glm else "qwen2")}
     token = processor.audio_token_id
     if glm:
         encoder = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = GlmAsrConfig(**text, audio_config={**encoder, "num_mel_bins": 8}, audio_token_id=token)
-        return processor, _random(GlmAsrForConditionalGeneration, config)
+        config = hf.GlmAsrConfig(**text, audio_config={**encoder, "num_mel_bins": 8}, audio_token_id=token)
+        return processor, _random(hf.GlmAsrForConditionalGeneration, config)
     encoder = {**ENCODER, "model_type": "audioflamingo3_encoder", "max_source_positions": 80}
-    config = AudioFlamingo3Config(**text, audio_config=encoder, audio_token_id=token)
-    return processor, _random(AudioFlamingo3ForConditionalGeneration, config)
+    config = hf.AudioFlamingo3Config(**text, audio_config=encoder, audio_token_id=token)
+    return processor, _random(hf.AudioFlamingo3ForConditionalGeneration, config)
 
 
 class _Voxtral(ProcessorMixin):
@@ -114,24 +84,18 @@ class _Voxtral(ProcessorMixin):
 def _voxtral() -> Family:
     tokenizer = _tokenizer(CHATML.replace("SOUND", "[BEGIN_AUDIO][AUDIO]"), ["[AUDIO]", "[BEGIN_AUDIO]"], "<|im_end|>")
     processor = _Voxtral(_whisper(), tokenizer, chat_template=tokenizer.chat_template)
-    config = VoxtralConfig(
+    config = hf.VoxtralConfig(
         text_config=_vocabulary(tokenizer, model_type="llama"),
         audio_config={**ENCODER, "encoder_ffn_dim": 64, "max_source_positions": 80},
         audio_token_id=processor.audio_token_id,
     )
-    return processor, _random(VoxtralForConditionalGeneration, config)
+    return processor, _random(hf.VoxtralForConditionalGeneration, config)
 
 
 class _Omni(ProcessorMixin):
     """Qwen2.5-Omni's processor without its part for videos, which needs torchvision."""
 
-    def __init__(
-        self,
-        image_processor: Any = None,
-        feature_extractor: Any = None,
-        tokenizer: Any = None,
-        chat_template: str | None = None,
-    ) -> None:
+    def __init__(self, image_processor: Any, feature_extractor: Any, tokenizer: Any, chat_template: Any) -> None:
         super().__init__(image_processor, feature_extractor, tokenizer, chat_template=chat_template)
         self.audio_token, self.image_token = "<|AUDIO|>", "<|IMAGE|>"
         self.audio_token_id, self.image_token_id = tokenizer.convert_tokens_to_ids(
@@ -163,33 +127,21 @@ def _omni() -> Family:
         min_pixels=64, max_pixels=4096, patch_size=4, temporal_patch_size=2, merge_size=2
     )
     processor = _Omni(images, _whisper(), tokenizer, chat_template=tokenizer.chat_template)
-    ids = dict(zip([*special, "<|VIDEO|>"], tokenizer.convert_tokens_to_ids([*special, "<|VIDEO|>"]), strict=True))
+    named = ["audio_token_index", "audio_start_token_id", "audio_end_token_id"]
+    named += ["image_token_index", "vision_start_token_id", "vision_end_token_id", "video_token_index"]
     rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}
-    config = Qwen2_5OmniThinkerConfig(
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = hf.Qwen2_5OmniThinkerConfig(
         text_config=_vocabulary(tokenizer, rope_parameters=rope),
         audio_config={**ENCODER, "max_source_positions": 80, "n_window": 8, "output_dim": 32},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "patch_size": 4,
-            "window_size": 16,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [1],
-        },
-        audio_token_index=ids["<|AUDIO|>"],
-        image_token_index=ids["<|IMAGE|>"],
-        video_token_index=ids["<|VIDEO|>"],
-        audio_start_token_id=ids["<|audio_bos|>"],
-        audio_end_token_id=ids["<|audio_eos|>"],
-        vision_start_token_id=ids["<|vision_bos|>"],
-        vision_end_token_id=ids["<|vision_eos|>"],
+        vision_config=vision,
+        **dict(zip(named, tokenizer.convert_tokens_to_ids([*special, "<|VIDEO|>"]), strict=True)),
     )
-    return processor, _random(Qwen2_5OmniThinkerForConditionalGeneration, config)
+    return processor, _random(hf.Qwen2_5OmniThinkerForConditionalGeneration, config)
 
 
-class _Gemma4(Gemma4Processor):
+class _Gemma4(hf.Gemma4Processor):
     """Without its parts for images and videos."""
 
     def __init__(self, feature_extractor: Any, tokenizer: Any, chat_template: str | None = None) -> None:
@@ -207,30 +159,16 @@ def _gemma4() -> Family:
         feature_size=32, sampling_rate=RATE, max_frequency=RATE / 2, frame_length_ms=100.0, hop_length_ms=25.0
     )
     processor = _Gemma4(extractor, tokenizer, chat_template=tokenizer.chat_template)
-    config = Gemma4Config(
-        text_config=_vocabulary(
-            tokenizer,
-            layer_types=["sliding_attention", "full_attention"],
-            sliding_window=16,
-            global_head_dim=8,
-            num_global_key_value_heads=2,
-            num_kv_shared_layers=0,
-            hidden_size_per_layer_input=8,
-            vocab_size_per_layer_input=len(tokenizer),
-        ),
+    encoder = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24}
+    encoder |= {"subsampling_conv_channels": [32, 4], "use_clipped_linears": False}
+    config = hf.Gemma4Config(
+        text_config=_vocabulary(tokenizer, **SLIDING, **gemma4_layers(tokenizer)),
         vision_config=None,
-        audio_config={
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "subsampling_conv_channels": [32, 4],
-            "output_proj_dims": 24,
-            "use_clipped_linears": False,
-        },
+        audio_config=encoder,
         image_token_id=tokenizer.convert_tokens_to_ids("<|image|>"),
         audio_token_id=processor.audio_token_id,
     )
-    return processor, _random(Gemma4ForConditionalGeneration, config)
+    return processor, _random(hf.Gemma4ForConditionalGeneration, config)
 
 
 class _GraniteFeatures(GraniteSpeechFeatureExtractor):
@@ -241,47 +179,34 @@ class _GraniteFeatures(GraniteSpeechFeatureExtractor):
         self.melspec_kwargs = {"hop_length": 20}
         self.projector_window_size, self.projector_downsample_rate = 15, 5
 
-    def __call__(self, audios: Any, device: str | None = "cpu") -> BatchFeature:
+    def __call__(self, audios: Any, device: str | None = "cpu") -> hf.BatchFeature:
         batch, lengths = self._get_audios_and_audio_lengths(audios)
         frames = torch.stft(batch, 80, 20, window=torch.hann_window(80), return_complex=True).abs()[:, :8].log1p()
         frames = frames.transpose(1, 2)
         sizes = self._get_num_audio_features(lengths)
         mask = torch.arange(max(sizes))[None] < torch.tensor(sizes)[:, None]
         stacked = frames[:, : frames.size(1) // 2 * 2].reshape(len(batch), -1, 16)
-        return BatchFeature({"input_features": stacked, "audio_embed_sizes": sizes, "input_features_mask": mask})
+        return hf.BatchFeature({"input_features": stacked, "audio_embed_sizes": sizes, "input_features_mask": mask})
 
 
 def granite() -> Family:
     """Granite Speech's, which hears a sound otherwise beside a longer one: its encoder sees the padding."""
     tokenizer = _tokenizer(CHATML.replace("SOUND", "<|audio|>"), ["<|audio|>"], "<|im_end|>")
-    processor = GraniteSpeechProcessor(_GraniteFeatures(), tokenizer, chat_template=tokenizer.chat_template)
-    config = GraniteSpeechConfig(
+    processor = hf.GraniteSpeechProcessor(_GraniteFeatures(), tokenizer, chat_template=tokenizer.chat_template)
+    encoder = {"input_dim": 16, "num_layers": 2, "hidden_dim": 16, "num_heads": 2, "dim_head": 8}
+    encoder |= {"context_size": 20, "output_dim": 8, "max_pos_emb": 32}
+    projector = {"model_type": "blip_2_qformer", "cross_attention_frequency": 1, "use_qformer_text_input": False}
+    projector |= {"hidden_size": 16, "encoder_hidden_size": 16, "intermediate_size": 32}
+    projector |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.GraniteSpeechConfig(
         text_config=_vocabulary(tokenizer, model_type="granite"),
-        encoder_config={
-            "input_dim": 16,
-            "num_layers": 2,
-            "hidden_dim": 16,
-            "num_heads": 2,
-            "dim_head": 8,
-            "context_size": 20,
-            "output_dim": 8,
-            "max_pos_emb": 32,
-        },
-        projector_config={
-            "model_type": "blip_2_qformer",
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "encoder_hidden_size": 16,
-            "cross_attention_frequency": 1,
-            "use_qformer_text_input": False,
-        },
+        encoder_config=encoder,
+        projector_config=projector,
         audio_token_index=tokenizer.convert_tokens_to_ids("<|audio|>"),
         has_lora_adapter=False,
         tie_word_embeddings=False,
     )
-    return processor, _random(GraniteSpeechForConditionalGeneration, config)
+    return processor, _random(hf.GraniteSpeechForConditionalGeneration, config)
 
 
 SOUND_FAMILIES: dict[str, Callable[[], Family]] = {

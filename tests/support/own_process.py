@@ -1,10 +1,12 @@
-"""Tests that signal or end their process run in another one, which listens to signals as in a terminal."""
+"""Tests that signal or end their process run in another one, as in a terminal; and how xdist is sent what they say."""
 
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +67,20 @@ def _run(first: pytest.Function) -> None:
         _OUTCOMES.setdefault(node, (outcome, text))
     ended = f"its process ended with the status {status}:\n{said[-8000:]}"
     _OUTCOMES.setdefault(first.nodeid, ("failed", ended))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Halves of characters are sent as their escapes: reports travel as UTF-8, where one would end the whole run."""
+    return _whole((yield))
+
+
+def _whole(sent: Any) -> Any:
+    if isinstance(sent, str):
+        return sent.encode("utf-8", "backslashreplace").decode()
+    if isinstance(sent, dict):
+        return {_whole(key): _whole(value) for key, value in sent.items()}
+    return type(sent)(map(_whole, sent)) if isinstance(sent, (list, tuple)) else sent
 
 
 def main() -> None:

@@ -1,12 +1,18 @@
-"""Batches of rewards at random, as credit rules are given them."""
+"""Rewards of a few trajectories, and batches of rewards at random, as credit rules are given them."""
 
 import math
 
 import torch
 
+from mt_grpo.concurrency import run
 from mt_grpo.credit import RewardBatch
+from mt_grpo.rewards import Scores, score_trajectories
 
 NONE = math.nan
+
+
+def score(turn_funcs, outcome_funcs, trajectories, extra=None) -> Scores:
+    return run(score_trajectories(turn_funcs, outcome_funcs, trajectories, extra))
 
 
 def draw_batch(seed, group_size=None, num_groups=3, num_turns=5, absent=0.3, failing=0.15, integers=False):

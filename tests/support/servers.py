@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from mt_grpo.app.serve import server_command
 from mt_grpo.servers.http import _headers, find_key
@@ -22,6 +23,9 @@ from support.loopback import free_port
 from support.recipes import parse_recipe
 
 ROOT = Path(__file__).parents[2]
+needs_server = pytest.mark.skipif(
+    not SERVER_PYTHON.exists(), reason="there is no .venv-vllm: make it with `make server-cpu`"
+)
 START_LIMIT = 900.0
 """Seconds a real server may take to start: two cores, shared with whatever else runs."""
 WATCH = """

@@ -31,9 +31,9 @@ _PARTS = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{{ 'IMAGE' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
 )
-INTERNVL = (
+CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    + _PARTS.replace("IMAGE", "<IMG_CONTEXT>\\n")
+    + _PARTS
     + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MISTRAL = (
@@ -43,7 +43,7 @@ MISTRAL = (
     + _PARTS
     + "</s>{% endif %}{% endfor %}"
 )
-"""Short templates in the form of those that come with InternVL and Mistral's models."""
+"""Short templates in the form of those that come with many models, and with Mistral's."""
 
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 IDEFICS += [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
@@ -126,7 +126,7 @@ def _llava(name: str) -> Family:
 
 def _internvl() -> Family:
     tokens = ["<img>", "</img>", "<IMG_CONTEXT>"]
-    tokenizer = _tokenizer(INTERNVL, tokens, "<|im_end|>")
+    tokenizer = _tokenizer(CHATML.replace("IMAGE", "<IMG_CONTEXT>\\n"), tokens, "<|im_end|>")
     marks = dict(zip(("start_image_token", "end_image_token", "image_token"), tokens, strict=True))
     marks |= {"image_token_id": tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), "image_seq_length": 4}
     marks |= {"video_token": "<video>", "multimodal_pattern": re.compile("(?P<image><IMG_CONTEXT>)")}
@@ -178,6 +178,12 @@ def _gemma3() -> Family:
     return processor, _model("Gemma3", text, vision, tie_word_embeddings=True, **tokens)
 
 
+def gemma4_layers(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What a decoder of Gemma 4 has of its own."""
+    keys = {"global_head_dim": 8, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}
+    return keys | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
+
+
 def _gemma4(both_ways: bool) -> Family:
     marks = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
     others = ["<bos>", "<|turn>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>", "<|channel>", "<channel|>"]
@@ -187,13 +193,11 @@ def _gemma4(both_ways: bool) -> Family:
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image", "video", "audio")}
     images = hf.Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     processor = _without_videos(hf.Gemma4Processor, images, tokenizer, **marks, **ids)
-    keys = {"global_head_dim": 8, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}
-    layers = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
     attention = {"use_bidirectional_attention": "vision" if both_ways else None}
     pooling = {"pooling_kernel_size": 2, "position_embedding_size": 64, "default_output_length": 70}
     vision = VISION | {"head_dim": 8, "num_key_value_heads": 2, **pooling}
     del vision["image_size"]
-    text = _vocabulary(tokenizer, **SLIDING, **keys, **layers, **attention)
+    text = _vocabulary(tokenizer, **SLIDING, **gemma4_layers(tokenizer), **attention)
     return processor, _model("Gemma4", text, vision, tie_word_embeddings=True, audio_config=None, **ids)
 
 

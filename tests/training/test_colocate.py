@@ -14,8 +14,8 @@ import pytest
 from support.colocated import IDLE, TRAINS, script_servers
 from support.forked import run_processes
 from support.loopback import free_port
-from support.marks import needs_server
 from support.models import CPU_RUN, build_model
+from support.servers import needs_server
 from support.trainers import Letters
 from support.waiting import until
 from trl import ModelConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import orjson
 import pytest
 from support.forking import SERVER_PYTHON
-from support.marks import needs_server
 from support.recipes import parse_recipe
+from support.servers import needs_server
 
 from mt_grpo.app.serve import _PARSERS, server_command
 from mt_grpo.rollout.engines import SamplingParams
