@@ -81,6 +81,15 @@ def test_code_of_a_model_runs_where_it_is_trusted(prints, refused, monkeypatch, 
     assert "is not the one that sampled" in refused(*named, "--trust_remote_code")  # it was loaded
 
 
+def test_rollout_shows_the_adapter_and_not_its_base(recipe, prints, model_folder, tmp_path):
+    torch.manual_seed(1)
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), adapter).save_pretrained(tmp_path / "adapter")
+    options = [ADAPTER | {"model_name_or_path": str(folder)} for folder in (model_folder, tmp_path / "adapter")]
+    base, adapted = (prints("rollout", *recipe(**keys), "--num_prompts", "1") for keys in options)
+    assert base != adapted
+
+
 def test_full_weights_are_copied_with_a_true_card(recipe, prints, tmp_path):
     run, away = tmp_path / "run", tmp_path / "away"
     prints("train", *recipe(system_prompt="Add things up."))

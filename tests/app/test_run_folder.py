@@ -9,11 +9,12 @@ import pytest
 import torch
 from datasets import IterableDataset
 from safetensors.torch import load_file
-from support.app_fixtures import SAVE
+from support.app_fixtures import SAVE, recipe_writer
 from support.forked import Forked
-from support.trainers import Letters
+from support.trainers import LETTERS
 from support.waiting import until
 
+from mt_grpo.cli import main
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run
 from mt_grpo.runlog.files import read_state
@@ -23,6 +24,7 @@ from mt_grpo.training.preflight import LOCK, check_folder, clear_folder, left_by
 
 OVERWRITE = ("--overwrite_output_dir", "true")
 RESUME = ("--resume_from_checkpoint", "true")
+LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all-linear")
 
 
 def steps(folder):
@@ -33,11 +35,20 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture(scope="module")
+def trained(model_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["train", *recipe_writer(folder, model_folder)(**SAVE, learning_rate=0.01)]) == 0
+    return folder
+
+
 @pytest.fixture
-def run(recipe, prints, tmp_path):
+def run(recipe, trained, tmp_path):
     """The folder of a run of two steps, with a checkpoint of each."""
-    prints("train", *recipe(**SAVE, learning_rate=0.01))
-    return tmp_path / "run"
+    folder = shutil.copytree(trained / "run", tmp_path / "run")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(trained), str(tmp_path)))
+    return folder
 
 
 def test_a_reward_that_changes_the_folder_moves_no_records(recipe, prints, tmp_path, monkeypatch):
@@ -90,6 +101,17 @@ def test_other_batches_are_refused_before_the_model_is_loaded(recipe, run, tmp_p
     assert said in refused("train", *recipe(**keys, **SAVE), *RESUME)
 
 
+def test_an_adapter_and_a_whole_model_do_not_mix(recipe, prints, refused, run):
+    words = ["train", *recipe(**SAVE)]
+    said = "is of a whole model, and this run trains an adapter: resume without `use_peft`"
+    assert said in refused(*words, *RESUME, *LORA)
+    prints(*words, *LORA, *OVERWRITE, "--max_steps", "1")
+    said = "is of an adapter, and this run trains the whole model: resume with `use_peft: true`"
+    assert said in refused(*words, *RESUME)
+    said = "is of an adapter of rank 4, and this run's has 2"
+    assert said in refused(*words, *RESUME, *LORA, "--lora_r", "2")
+
+
 def test_a_checkpoint_without_batch_sizes_resumes_with_a_warning(build, tmp_path, caplog):
     build(save_strategy="steps", save_steps=1).train()
     path = tmp_path / "checkpoint-1" / "rollouts-rank0.pt"
@@ -102,10 +124,10 @@ def test_a_checkpoint_without_batch_sizes_resumes_with_a_warning(build, tmp_path
 
 
 def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog):
-    whole = build(None, rewards=((), (Letters(),)), save_strategy="steps", save_steps=1)
+    whole = build(None, rewards=LETTERS, save_strategy="steps", save_steps=1)
     whole.train()
     for max_steps in (2, 1):
-        resumed = build(None, rewards=((), (Letters(),)), max_steps=max_steps)
+        resumed = build(None, rewards=LETTERS, max_steps=max_steps)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert resumed.state.global_step == 2 and steps(tmp_path) == [1, 2]
         # what is saved or measured after that is the trained model

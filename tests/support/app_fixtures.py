@@ -31,15 +31,19 @@ def server(tokenizer, model_folder):
 
 @pytest.fixture
 def recipe(tmp_path, model_folder):
-    """Writes a recipe and its data; keys given replace its own."""
+    return recipe_writer(tmp_path, model_folder)
+
+
+def recipe_writer(folder, model_folder):
+    """Writes a recipe and its data into the folder; keys given replace its own."""
     rows = [{"question": f"What is {number} of Peru", "answer": "Lima"} for number in range(8)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def write(**keys):
         options = {
             "model_name_or_path": str(model_folder),
             "dtype": "float32",
-            "dataset_name": str(tmp_path / "train.jsonl"),
+            "dataset_name": str(folder / "train.jsonl"),
             "dataset_train_split": "train[:4]",
             "dataset_test_split": "train[4:]",
             "column_mapping": {"prompt": "question"},
@@ -60,10 +64,10 @@ def recipe(tmp_path, model_folder):
             "save_strategy": "no",
             "logging_steps": 1,
             "report_to": "none",
-            "output_dir": str(tmp_path / "run"),
+            "output_dir": str(folder / "run"),
             **keys,
         }
-        path = tmp_path / "recipe.yaml"
+        path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump({key: value for key, value in options.items() if value is not None}))
         return ["--config", str(path)]
 

@@ -46,6 +46,10 @@ class Letters(OutcomeReward):
         return float(sum(turn.text.count("a") for turn in trajectory.turns))
 
 
+LETTERS = ((), (Letters(),))
+"""That reward only, as `build` is given rewards."""
+
+
 class Length(OutcomeReward):
     def score(self, trajectory, **row):
         return float(sum(turn.num_tokens for turn in trajectory.turns))

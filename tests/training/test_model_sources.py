@@ -11,21 +11,15 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from support.models import CPU_RUN, bring_code, build_model
-from support.trainers import Letters
+from support.trainers import LETTERS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from mt_grpo.cli import main
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.errors import MISREAD, ConfigError, libraries_may_refuse
 from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.model import OF_SOURCE, resolve_model, source_options
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
-USE_LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "all-linear")
-SAVE = ("--do_eval", "false", "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "1")
-
-
-LETTERS = ((), (Letters(),))
 
 
 def change(file, **keys):
@@ -141,41 +135,6 @@ def test_a_model_in_a_subfolder_has_its_tokenizer_there(folder, from_folder, tok
     assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ConfigError, match="There is no model in '.*/other'"):
         from_folder(folder.parent, model_init_kwargs={"subfolder": "other"})
-
-
-@pytest.fixture
-def recipe_of(tmp_path):
-    """Arguments of a small run of a model."""
-
-    def write(model):
-        options = CPU_RUN | {"report_to": "none", "model_name_or_path": str(model), "tools": ["calculator"]}
-        options |= {"dataset_name": "embedded", "dataset_test_split": "validation[:2]", "num_generations_eval": 1}
-        options |= {"do_eval": True, "call_protocol": "learnt_tags", "outcome_reward_funcs": ["format_reward_func"]}
-        options |= {"max_turn_length": 8, "output_dir": str(tmp_path / "run")}
-        (tmp_path / "recipe.json").write_text(json.dumps(options))  # JSON is YAML
-        return ["--config", str(tmp_path / "recipe.json")]
-
-    return write
-
-
-def test_rollout_shows_the_adapter_and_not_its_base(recipe_of, adapter, folder, capsys):
-    shown = []
-    for name in (folder, adapter):
-        assert main(["rollout", *recipe_of(name), "--num_prompts", "1", *USE_LORA]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] != shown[1]
-
-
-def test_an_adapter_and_a_whole_model_do_not_mix(recipe_of, folder, capsys):
-    def refused(*options):
-        assert main(["train", *recipe_of(folder), *SAVE, *options, "--resume_from_checkpoint", "true"]) == 1
-        return capsys.readouterr().err.splitlines()[-1]
-
-    assert main(["train", *recipe_of(folder), *SAVE, *USE_LORA]) == 0
-    assert "is of an adapter, and this run trains the whole model: resume with `use_peft: true`" in refused()
-    assert "is of an adapter of rank 4, and this run's has 2" in refused(*USE_LORA, "--lora_r", "2")
-    assert main(["train", *recipe_of(folder), *SAVE, "--overwrite_output_dir", "true"]) == 0
-    assert "is of a whole model, and this run trains an adapter: resume without `use_peft`" in refused(*USE_LORA)
 
 
 def test_a_script_cannot_resume_an_adapter_as_a_whole_model(build, folder, tmp_path):
