@@ -16,6 +16,7 @@ import pytest
 from support.models import build_model, lookup
 from support.own_process import TERMINAL
 from support.reward_batches import score
+from support.trainers import LETTERS
 from support.trainers import SEARCH as CALL
 from support.waiting import until
 
@@ -173,7 +174,7 @@ def trainer_of(build, tokenizer):
 
     def make(env, script, **options):
         model = build_model(tokenizer, max_position_embeddings=2048)
-        return build(script, model, ((), (Letters(),)), env=env, advantage_estimator=None, **options)
+        return build(script, model, LETTERS, env=env, advantage_estimator=None, **options)
 
     return make
 

@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mt_grpo.media import (
-    IN_MESSAGE,
-    MediumError,
-    digest,
-    is_decoded,
-    media_to_digests,
-    part_text,
-    read_parts,
-    to_file,
-)
+from mt_grpo.media import IN_MESSAGE, MediumError, digest, is_decoded, media_to_digests, part_text, read_parts, to_file
 from mt_grpo.sounds import MOST_BYTES, Sound, _read_sound, read_part
 
 TONE = np.sin(np.arange(160) / 5).astype(np.float32) / 2

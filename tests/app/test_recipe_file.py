@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.hostile import Executing
 from support.runs import write_run
 
 from mt_grpo.app.request import read_request
@@ -181,16 +182,6 @@ def test_code_in_the_runs_folder_is_the_runs_wherever_one_is(stranger, monkeypat
 def test_nothing_runs_before_the_question(stranger, tmp_path, refused, command):
     path = config(stranger, external_plugins=[str(stranger / "evil.py")])
     assert "add `--trust`" in refused(command, path) and not (tmp_path / "executed").exists()
-
-
-class Executing:
-    """Writes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_pages_and_exports_of_a_run_execute_nothing(tmp_path, stranger):

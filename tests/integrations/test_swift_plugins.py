@@ -6,9 +6,9 @@ import re
 import pytest
 from datasets import Dataset
 from support.conversations import play, user
-from support.models import CPU_RUN, build_model, build_tokenizer
+from support.models import CPU_RUN, build_tokenizer
 from support.registered import keep
-from support.trainers import Letters
+from support.trainers import LETTERS, batch
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.imports import import_file
@@ -23,9 +23,8 @@ from mt_grpo.integrations.swift import (
     rm_plugins,
 )
 from mt_grpo.rewards import REWARDS, load_rewards
-from mt_grpo.rollout import ScriptedEngine
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training import MTGRPOConfig, MTGRPOEnvTrainer
+from mt_grpo.training import MTGRPOConfig
 from mt_grpo.training.columns import check_reward_columns
 from mt_grpo.training.environment import build_env
 from mt_grpo.trajectory import StopReason, Trajectory, Turn
@@ -218,36 +217,22 @@ def test_reward_models_are_plugins_with_a_model(plugin, tmp_path):
     assert first == [1.0, 1.0] and len(set(second)) == 2
 
 
-@pytest.fixture
-def make(tmp_path, tokenizer, questions):
-    """Makes trainers of schedulers; without a script, the model answers."""
-
-    def make(rewards, script=None, env=None, **options):
-        options = {**CPU_RUN, "max_completion_length": 60, "max_steps": 2, "learning_rate": 1e-2, **options}
-        engine = {"engine": ScriptedEngine(tokenizer, script)} if script else {}
-        args, model = MTGRPOConfig(output_dir=str(tmp_path), **options), build_model(tokenizer)
-        return MTGRPOEnvTrainer(model, env, [], rewards, args, questions, processing_class=tokenizer, **engine)
-
-    return make
-
-
-def test_two_groups_are_trained(plugin, make):
+def test_two_groups_are_trained(plugin, build):
     options = {"multi_turn_scheduler": "hint", "max_turns": 2, "max_turn_length": 8, "max_steps": 1}
-    trainer = make([Letters()], external_plugins=[plugin], **options)
+    trainer = build(None, rewards=LETTERS, env=None, external_plugins=[plugin], **options)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert any((old != new).any() for old, new in zip(before, trainer.model.parameters(), strict=True))
     assert not any(trajectory.failed for trajectory in trainer.batch.trajectories)
 
 
-def test_records_of_a_trajectory_share_its_reward(plugin, make):
+def test_records_of_a_trajectory_share_its_reward(plugin, build):
     def script(session, turn):
         return "ab" * (turn + 1) * (1 + int(session[-1])) + END
 
-    options = {"multi_turn_scheduler": f"{plugin}:Forgetful", "max_completion_length": 200}
-    trainer = make(load_rewards([f"{plugin}:Shared"], "outcome"), script, external_plugins=[plugin], **options)
-    trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions([trainer.train_dataset[0]] * 4)
+    rewards, options = ((), load_rewards([f"{plugin}:Shared"], "outcome")), {"external_plugins": [plugin]}
+    trainer = build(script, rewards=rewards, env=None, multi_turn_scheduler=f"{plugin}:Forgetful", **options)
+    inputs = batch(trainer)
     assert trainer.batch.rewards.outcome_rewards.tolist() == [6.0, 12.0, 18.0, 24.0]
     for row, trajectory in enumerate(trainer.batch.trajectories):
         trained = (inputs["completion_mask"] * inputs["tool_mask"])[row].bool()
@@ -279,8 +264,8 @@ class Odd(MultiTurnScheduler):
         return {"infer_request": infer_request, "rollout_infos": infos}
 
 
-def test_what_has_no_form_in_a_file_does_not_end_the_run(make, tmp_path):
-    make([Letters()], lambda session, turn: f"A{END}", SchedulerSource(Odd, 2), max_steps=1).train()
+def test_what_has_no_form_in_a_file_does_not_end_the_run(build, tmp_path):
+    build(lambda session, turn: f"A{END}", rewards=LETTERS, env=SchedulerSource(Odd, 2), max_steps=1).train()
     lines = list(read_trajectories(tmp_path))
     assert [line["stop_reason"] for line in lines] == ["max_steps", "env_error"] * 2
     assert lines[0]["info"]["bytes"] == "b'x'" and "half a character" in lines[1]["error"]

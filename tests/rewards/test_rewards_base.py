@@ -229,10 +229,7 @@ def cancels(completions, **columns):
         (raises, r"'raises' failed with RuntimeError: one two \(on"),
         (NumTurns(), "'num_turns' failed with TypeError: .*'bonus'"),
         # TRL takes NaN for `None`; a mistake in a computation looks the same
-        (
-            lambda **columns: [1.0, math.nan],
-            "'<lambda>' failed with ValueError: it returned nan: return a finite",
-        ),
+        (lambda **columns: [1.0, math.nan], "'<lambda>' failed with ValueError: it returned nan: return a finite"),
         (lambda **columns: [1.0, math.inf], r"does not apply \(on trajectory 's-2'"),
         (
             lambda **columns: [1.0],
@@ -445,11 +442,7 @@ GAIN = "mt_grpo.rewards.builtin.information_gain"
         ("outcome", [len, len], "The outcome reward 'len' is listed twice: give one another `name`."),
         ("outcome", [Returns], "'Returns' cannot be made without arguments (TypeError: "),
         ("outcome", [Returns], "'value'): give them with its name"),
-        (
-            "outcome",
-            [Misspelt],
-            "'Misspelt' has no method `score`; the nearest is 'scores': define it in its class.",
-        ),
+        ("outcome", [Misspelt], "'Misspelt' has no method `score`; the nearest is 'scores': define it in its class."),
         ("turn", ["no_such_package.f"], "The turn reward 'no_such_package.f' does not import"),
         (
             "outcome",

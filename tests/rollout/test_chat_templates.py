@@ -8,14 +8,7 @@ from support.conversations import template_tokenizer, user
 from support.models import TEMPLATES, build_tokenizer
 
 from mt_grpo.envs import Step, StepEnv
-from mt_grpo.rollout import (
-    ChatRenderer,
-    RolloutRequest,
-    RolloutRunner,
-    SamplingParams,
-    ScriptedEngine,
-    TemplateError,
-)
+from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine, TemplateError
 from mt_grpo.trajectory import StopReason
 
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

@@ -13,12 +13,12 @@ from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.training import servers as starting
 from support.replicas import Replica
-from support.trainers import Letters, trainer_builder
+from support.trainers import LETTERS, trainer_builder
 
 IDLE = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 """A process that only lives."""
 TRAINS = {"vllm_mode": "colocate", "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
-TRAINS |= {"max_steps": 2, "max_completion_length": 8, "advantage_estimator": None, "rewards": ((), (Letters(),))}
+TRAINS |= {"max_steps": 2, "max_completion_length": 8, "advantage_estimator": None, "rewards": LETTERS}
 TRAINS |= {"env": MultiTurnToolEnv(protocol="learnt_tags")}
 """What a trainer of `trainer_builder` is given that starts its servers."""
 

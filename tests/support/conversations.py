@@ -7,14 +7,7 @@ from functools import lru_cache
 from tokenizers import AddedToken
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
-from mt_grpo.rollout import (
-    ChatRenderer,
-    RolloutLimits,
-    RolloutRequest,
-    RolloutRunner,
-    SamplingParams,
-    ScriptedEngine,
-)
+from mt_grpo.rollout import ChatRenderer, RolloutLimits, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
 from mt_grpo.trajectory import StopReason, Turn
 from support.models import TEMPLATES, build_tokenizer
 

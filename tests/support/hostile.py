@@ -25,6 +25,16 @@ def count(what):
         COUNTS[what] += 1
 
 
+class Executing:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
 class Mute(Exception):
     """Says nothing about itself."""
 

@@ -22,11 +22,7 @@ class Guess(BaseTool):
         reward = 1.0 / (1 + distance)
         step = 0.0 if reward > state["reward"] else -0.05
         state["reward"] = reward
-        return (
-            ToolResponse(text=f"{reward=:.2f}"),
-            step,
-            {"distance": distance},
-        )
+        return (ToolResponse(text=f"{reward=:.2f}"), step, {"distance": distance})
 
     async def calc_reward(self, instance_id, **kwargs):
         return self._instance_dict[instance_id]["reward"]

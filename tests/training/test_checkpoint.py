@@ -12,9 +12,10 @@ from shutil import copytree
 
 import pytest
 import torch
+from support.hostile import Executing
 from support.learnt import run_ranks
 from support.models import build_model
-from support.trainers import Letters, trainer_builder
+from support.trainers import LETTERS, trainer_builder
 from transformers import TrainerCallback
 
 from mt_grpo.errors import ConfigError
@@ -32,7 +33,7 @@ from mt_grpo.training.checkpoint import (
 from mt_grpo.training.resuming import _hyperparameters, _take_given
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
-SAVE = {"script": None, "rewards": ((), (Letters(),)), "max_steps": 2, "max_turn_length": 8, **EACH_STEP}
+SAVE = {"script": None, "rewards": LETTERS, "max_steps": 2, "max_turn_length": 8, **EACH_STEP}
 STATES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
@@ -155,16 +156,6 @@ def test_whatever_torch_raises_of_a_state_is_damage(tmp_path, place, value):
     assert not is_whole(path.parent)
     with pytest.raises(ConfigError, match=r"its rollouts-rank0\.pt cannot be read \("):
         _find_checkpoint(str(path.parent), str(tmp_path))
-
-
-class Executing:
-    """Writes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_a_checkpoint_of_pickled_code_is_not_executed(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.models import build_model, lookup
-from support.trainers import Length, Letters, Spelling, batch, log_probs, trained_tokens
+from support.trainers import LETTERS, Length, Spelling, batch, log_probs, trained_tokens
 
 from mt_grpo.rollout.engines.transformers import TransformersEngine
 
@@ -95,7 +95,7 @@ def dropping(build, tokenizer):
         adapter = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_alpha": 32}
         return build(
             model=build_model(tokenizer, attention_dropout=attention_dropout),
-            rewards=((), (Letters(),)),
+            rewards=LETTERS,
             peft_config=LoraConfig(lora_dropout=lora_dropout, **adapter),
             engine=TransformersEngine(build_model(tokenizer), tokenizer),  # samples from the trainer's model
             **{"max_completion_length": 60, "max_turn_length": 20, "beta": 0.1, "use_vllm": True, **options},

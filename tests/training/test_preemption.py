@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.trainers import Letters, at, same, trainer_builder, weights
+from support.trainers import LETTERS, Letters, at, same, trainer_builder, weights
 
 from mt_grpo import preemption
 from mt_grpo.preemption import FOLDER, STATUS, PreemptedError, heard, leave, left, listening
@@ -16,7 +16,7 @@ from mt_grpo.runlog.files import read_state
 from mt_grpo.training.checkpoint import is_whole
 
 pytestmark = pytest.mark.own_process
-OPTIONS = {"script": None, "max_steps": 3, "max_turn_length": 8, "rewards": ((), (Letters(),))}
+OPTIONS = {"script": None, "max_steps": 3, "max_turn_length": 8, "rewards": LETTERS}
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 from support.models import CPU_RUN
-from support.trainers import Letters, Spelling, at, conversation, logged, same, weights
+from support.trainers import LETTERS, Spelling, at, conversation, logged, same, weights
 from support.waiting import until
 
 from mt_grpo.envs import MultiTurnToolEnv
@@ -18,7 +18,6 @@ from mt_grpo.training import ConfigError, MTGRPOConfig, token_logps
 from mt_grpo.training.prefetch import effective_sample_size
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
-LETTERS = ((), (Letters(),))
 
 
 def tokens_of(folder):

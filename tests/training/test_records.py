@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.forked import Forked
 from support.trainers import (
+    LETTERS,
     Answered,
     Calls,
     Letters,
@@ -47,7 +48,7 @@ def passes(tmp_path_factory, tokenizer, questions):
     """Two batches, each trained in two passes, of what the model itself sampled."""
     build = trainer_builder(folder := tmp_path_factory.mktemp("passes"), tokenizer, questions)
     options = {"max_steps": 4, "num_iterations": 2, "max_turn_length": 12, "epsilon": 0.02}
-    trainer, start = build(None, rewards=((), (Letters(),)), **options), time.time()
+    trainer, start = build(None, rewards=LETTERS, **options), time.time()
     trainer.train()
     return open_run(folder), start, time.time()
 

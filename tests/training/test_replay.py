@@ -8,14 +8,14 @@ from shutil import copytree
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.trainers import Letters, logged, same, thinking, trainer_builder, weights
+from support.trainers import LETTERS, logged, same, thinking, trainer_builder, weights
 
 from mt_grpo.errors import ConfigError
 from mt_grpo.runlog import open_run, read_trajectories
 
 UNLIKE = ("step_time", "epoch")
 """What differs in a line of metrics: an epoch of a replay is all that was logged."""
-SAMPLED = {"script": None, "rewards": ((), (Letters(),)), "max_completion_length": 60}
+SAMPLED = {"script": None, "rewards": LETTERS, "max_completion_length": 60}
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -176,7 +176,7 @@ def unfinished(run: Path) -> None:
         (None, {"max_steps": 3}, "has 2 whole batches, and `max_steps: 3` takes 3: set `max_steps` to 2 at most"),
         (None, {"num_generations": 2}, "has 4 conversations for each prompt, and `num_generations` is 2"),
         (None, {"per_device_train_batch_size": 8}, "sampled 4 conversations at a time, and these options take 8"),
-        (None, {"rewards": ((), (Letters(),))}, "has no scores of the reward 'Letters': it has those of Calls, Ans"),
+        (None, {"rewards": LETTERS}, "has no scores of the reward 'Letters': it has those of Calls, Ans"),
         (None, {"output_dir": "run"}, "is the run that is replayed: give another `--output_dir`"),
         (other_tokenizer, {}, "has another tokenizer than"),
         (no_group_size, {}, "does not say how many conversations it has for each prompt"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.models import build_model, lookup
 from support.trainers import (
+    LETTERS,
     SEARCH,
     Letters,
     batch,
@@ -30,7 +31,6 @@ from mt_grpo.training.checkpoint import load_rollouts, save_rollouts
 from mt_grpo.training.environment import build_env
 from mt_grpo.training.model import _REFERENCE, load_reference
 
-LETTERS = ((), (Letters(),))
 SAMPLED = {"temperature": 1.0, "max_turn_length": 12, "learning_rate": 1e-3}
 
 

@@ -11,10 +11,10 @@ from support.hybrids import ONE_OF_EACH_KIND, build_kind
 from support.mixtures import build_mixture
 from support.template_matrix import ASKED, Exchange, Said, tokenizer_of, turns_of, written
 from support.trainers import (
+    LETTERS,
     LOSS_TYPES,
     Calls,
     Length,
-    Letters,
     assert_learnt_alike,
     assert_near,
     batch,
@@ -218,7 +218,7 @@ def test_forks_that_a_template_makes_are_trained_alike(build):
         "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": ASKED}]}]),
         "engine": ScriptedEngine(tokenizer, script),
         "processing_class": tokenizer,
-        "rewards": ((), (Letters(),)),
+        "rewards": LETTERS,
     }
     options = {"max_steps": 2, "max_completion_length": 900, "router_aux_loss_coef": 0.0, "learning_rate": 1e-3}
     trainers = [

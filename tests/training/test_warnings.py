@@ -58,10 +58,7 @@ CASES = {
         rewarded(Late(), Letters(), max_steps=2),
         ["'Late' applied to none of the 4 trajectories of the first batch"],
     ),
-    "equal groups": (
-        rewarded(Same()),
-        ["members of each group earn the same", "3 of 3 batches taught nothing"],
-    ),
+    "equal groups": (rewarded(Same()), ["members of each group earn the same", "3 of 3 batches taught nothing"]),
     "equal groups are judged by themselves": (
         rewarded(RightInTheEnd()),
         [
@@ -208,11 +205,7 @@ def test_a_lost_outcome_is_named_where_only_it_pays(caplog, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rule", "take"),
-    [
-        ("lambda_to_go", f"take {DEFAULT}"),
-        (None, "weigh turn rewards less (`reward_weights`)"),
-    ],
+    ("rule", "take"), [("lambda_to_go", f"take {DEFAULT}"), (None, "weigh turn rewards less (`reward_weights`)")]
 )
 def test_outcomes_that_fall_while_calls_are_paid_are_said_once(rule, take, caplog, tmp_path):
     """Weights cancel in a deviation of turn rewards alone."""
