@@ -583,7 +583,7 @@ def _shown(trainer: MTGRPOEnvTrainer, row: Row) -> str:
         messages = prompt if isinstance(prompt, str) else list(read_messages(prompt, of_row=True))
         shown = decoded(renderer.prompt_ids(env.start(messages)), renderer.tokenizer)
     except Exception as error:  # the user's code or the template refuses the row
-        return f"mt-grpo: the first prompt{of_which} cannot be rendered: {describe_error(error)}"
+        raise ConfigError(f"The first prompt{of_which} cannot be rendered: {describe_error(error)}") from error
     text = f"mt-grpo: the model is first shown this, for the first row{of_which}:\n{visible(cut(shown, _MAX_SHOWN))}"
     missing = tools_not_in(shown, env)
     return f"{text}\nmt-grpo: it is not shown its tools ({missing}): {HIDDEN_TOOLS}." if missing else text

@@ -315,7 +315,7 @@ def check_reward_columns(
 def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
     function: Callable[..., object]
     if isinstance(reward, FunctionReward):
-        function, positional = reward.function, 0
+        function, positional, mend = reward.function, 0, "let it take the rest with `**row`."
         given = [
             *_BATCH_ARGUMENTS,
             *reward.brings,
@@ -324,6 +324,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         ]
     else:
         function, positional = reward.score, 1 + isinstance(reward, TurnReward | StateScore)
+        mend = f"define it as `score(self, {'turn, ' * (positional - 1)}trajectory, **row)`."
         given = [column for column in columns if column != "prompt"]
     if isinstance(reward, ScoreFunction) and not {"ground_truth", "reward_model"} & set(columns):
         raise ConfigError(
@@ -337,7 +338,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
     except ValueError:  # a function written in C may not say what it takes
         return
     for parameter in _needed(signature.parameters.values(), positional):
-        if parameter not in given:
+        if parameter not in (*given, "trajectory"):  # that is a place too many, which binding finds
             raise lacks_column(f"The reward {reward.name!r}", parameter, dataset, columns)
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(given))
@@ -345,7 +346,7 @@ def _check(reward: RewardFunc, columns: list[str], dataset: str) -> None:
         taken = [name for name in [*signature.parameters][:positional] if name in given]
         raise ConfigError(
             f"The reward {reward.name!r} cannot be called with the columns of the {dataset} ({error}): "
-            + (f"rename its column `{taken[0]}`." if taken else "let it take the rest with `**row`.")
+            + (f"rename its column `{taken[0]}`." if taken else mend)
         ) from error
 
 

@@ -156,7 +156,7 @@ class ResumableTrainer(GRPOTrainer):
     _synced_step: int
     _failed_batches: int
     _sampler: Sampler[int] | None
-    _begun: tuple[int, int, Any]
+    _begun: tuple[int, int, Any] = (-1, 0, None)
     evaluated_step: int | None
     teacher_weights: TeacherWeights | None
     _hyperparameters: list[dict[str, Any]]
@@ -263,10 +263,10 @@ class ResumableTrainer(GRPOTrainer):
             return f"evaluation: {said}"
         if trained := len(self.step_log.latest.outputs):
             said += f", {trained} of {self.args.gradient_accumulation_steps} micro-batches done"
-        if not self.state.max_steps:  # the loop, which counts them, has not begun
+        if self._begun[0] < 0:
             return "before the first step"
-        step = min(self.state.global_step + 1, self.state.max_steps)  # the last one's checkpoint is written after it
-        return f"step {step}/{self.state.max_steps}: {said}"
+        # TRL counts a step before its metrics and its checkpoint are written
+        return f"step {self._begun[0] + 1}/{self.state.max_steps}: {said}"
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[Row]], num_batches: int, *args: object

@@ -25,6 +25,11 @@ class Silent(MultiTurnToolEnv):
         return [{"role": "user", "content": str(prompt)}]
 
 
+class Refuses(MultiTurnToolEnv):
+    def start(self, prompt):
+        raise KeyError("topic")
+
+
 @pytest.fixture
 def dry_run(capsys):
     """Status, and what was printed and said."""
@@ -65,6 +70,12 @@ def test_what_the_model_is_shown_is_printed(recipe, dry_run, options, shown):
     assert ("calculator" in said.partition("Chat template")[0].partition("it is not shown")[0]) == (
         options["call_protocol"] is None and "env" not in options
     )
+
+
+def test_a_first_prompt_that_cannot_be_rendered_ends_it(recipe, dry_run):
+    status, _, said = dry_run(*recipe(model_name_or_path="embedded", env="test_dry_run.Refuses"))
+    assert status == 1 and "The first prompt cannot be rendered: KeyError: 'topic'" in said
+    assert "everything is in place" not in said
 
 
 def test_one_prompt_of_each_environment_is_printed(recipe, tmp_path, dry_run):

@@ -24,6 +24,8 @@ ANSWER = made("Answer", TurnReward, lambda self, turn, trajectory, *, answer, **
 RIGHT = made("Answer", OutcomeReward, lambda self, trajectory, **row: 0.0)
 GOLD = made("Gold", OutcomeReward, lambda self, trajectory, gold_answer, **row: 0.0)
 CLOSED = made("Closed", OutcomeReward, lambda self, trajectory, answer: 0.0)
+NO_TURN = made("NoTurn", TurnReward, lambda self, trajectory, **row: 0.0)
+OF_TURN = made("OfTurn", OutcomeReward, lambda self, turn, trajectory, **row: 0.0)
 LEVEL = made("Level", TurnReward, lambda self, level, trajectory, **row: 0.0)
 PROMPT = made("Prompt", OutcomeReward, lambda self, trajectory, prompt, **row: 0.0)
 
@@ -58,7 +60,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         (FunctionReward(gold), "the nearest is 'answer': its columns are prompt, answer, level; name the right one"),
         (FunctionReward(gold), "with `column_mapping: {gold_answer: its name}`"),
         (PROMPT, "'Prompt' needs `prompt`"),
-        (CLOSED, r"'Closed' cannot be called .* unexpected keyword argument 'level'.*\*\*row"),
+        (CLOSED, r"unexpected keyword argument 'level'.*: define it as `score\(self, trajectory, \*\*row\)`"),
+        (NO_TURN, r"'NoTurn' cannot be called .*: define it as `score\(self, turn, trajectory, \*\*row\)`"),
+        (OF_TURN, r"'OfTurn' cannot be called .*: define it as `score\(self, trajectory, \*\*row\)`"),
         (FunctionReward(closed), r"'closed' cannot be called .*\*\*row"),
         (LEVEL, "'Level' cannot be called .* values for argument 'level'.: rename its column `level`"),
         (*load_rewards([compute_score], "outcome"), "takes the right answer from the column `ground_truth`, or `rew"),
