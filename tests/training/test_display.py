@@ -180,8 +180,8 @@ def test_what_a_log_says_of_progress_names_the_work_under_way(build, monkeypatch
     trainer.train()
     found = [re.match(r"(\D+\d/2|evaluation): (waiting for checkpoint-\d$|\d of \d)", one).groups() for one in said]
     kinds = list(dict.fromkeys((where, what.partition("of")[1]) for where, what in found))
-    first, second = [("step 1/2", "of"), ("step 1/2", "")], [("step 2/2", "of"), ("evaluation", "of"), ("step 2/2", "")]
-    assert kinds == first + second
+    first, second = [(f"step {number}/2", "of") for number in (1, 2)]
+    assert kinds == [first, ("step 1/2", ""), second, ("evaluation", "of"), ("step 2/2", "")]
 
 
 def test_the_proof_of_an_engine_is_waited_for_by_its_name(build, monkeypatch):
