@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -23,7 +24,16 @@ from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, r
 from mt_grpo.errors import ConfigError, UserError, refuse_first
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_served
-from mt_grpo.preemption import PreemptedError, ends_at_once, leave, listening, print_error, run_interruptibly
+from mt_grpo.preemption import (
+    PreemptedError,
+    ends_at_once,
+    is_said_here,
+    leave,
+    listening,
+    print_error,
+    run_interruptibly,
+    speaks,
+)
 from mt_grpo.trajectory import visible
 
 if TYPE_CHECKING:
@@ -154,8 +164,9 @@ def _interruptible(command: Callable[[list[str]], int]) -> Callable[[list[str]],
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's own, less what the words of a model or a tool in it would do to a terminal."""
-    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
+    """Python's own, less what the words of a model or a tool in it would do to a terminal; of a kind one process's."""
+    if speaks(kind.__name__):
+        sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _read(arguments: list[str], command: str) -> Request:
@@ -197,6 +208,8 @@ def _train(arguments: list[str]) -> int:
 def _train_here(request: Request) -> int:
     ending, training = _load("training.ranks"), _load("app.train")
     dry_run, folder = request.own["dry_run"], request.values.get("output_dir") or "the `output_dir`"
+    for handler in filter(None, (logging.lastResort, *logging.getLogger("transformers").handlers)):
+        handler.addFilter(is_said_here)
     with ending.says_who_is_gone(folder):  # from the forming of their group to its end
         trainer, resolved = _prepare(request, writes=not dry_run)
         accelerator = trainer.accelerator

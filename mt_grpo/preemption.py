@@ -8,13 +8,17 @@ closes, says in one line which it was and what is kept.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,6 +99,7 @@ def left(folder: Path) -> bool:
 
 # A command
 
+_STORE_SECONDS = 5.0  # seconds that the launcher's store has to answer
 _RESEND_SECONDS = 0.05  # seconds after which a signal that was lost comes once more
 _ENDINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
@@ -103,9 +108,30 @@ _ENDINGS: dict[int, str] = {
 }
 
 
+@functools.cache
+def speaks(of: str) -> bool:
+    """Whether this process says a thing: of those that torch's launcher began, the first that has it to say."""
+    group = os.environ
+    if group.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import DistError, TCPStore
+
+    try:
+        port, seconds = int(group["MASTER_PORT"]), timedelta(seconds=_STORE_SECONDS)
+        store = TCPStore(group["MASTER_ADDR"], port, is_master=False, timeout=seconds)
+        return store.add(f"mt-grpo {group['TORCHELASTIC_RESTART_COUNT']} {of}", 1) == 1
+    except DistError:  # the first host is gone
+        return True
+
+
+def is_said_here(record: logging.LogRecord) -> bool:
+    """A filter that shows a warning once of all processes of a run: its words tell, not its numbers and quotations."""
+    return speaks(re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", record.getMessage()))
+
+
 def print_error(error: UserError) -> None:
-    """Shows the sentence of an error, unless the user has read it."""
-    if not error.told:
+    """Shows the sentence of an error, unless the user has read it, or another process of the run says one like it."""
+    if not error.told and speaks(type(error).__name__):
         print(f"mt-grpo: {visible(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
     error.told = True
 

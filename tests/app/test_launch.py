@@ -1,6 +1,7 @@
 """`mt-grpo train --accelerate_config`: processes and hosts, how they meet and end, and what is refused before."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,11 +18,13 @@ from support.forked import Forked
 from support.hosts import ADDRESS, hosts
 from support.loopback import free_port
 from support.waiting import until
+from torch.distributed import TCPStore
 
 from mt_grpo.app import launch
 from mt_grpo.app.build import DATACLASSES
 from mt_grpo.app.launch import _status
 from mt_grpo.app.request import OWN_OPTIONS
+from mt_grpo.preemption import is_said_here, speaks
 from mt_grpo.runlog import open_run
 from mt_grpo.training.checkpoint import is_whole
 from mt_grpo.training.ranks import ProcessGoneError, says_who_is_gone
@@ -100,7 +103,22 @@ def test_two_processes_train_as_the_configuration_says(start, recipe, config, tm
 def test_a_failure_of_the_processes_is_the_exit_status(start, recipe, config, log, processes):
     arguments = [*recipe(tools=["mt_grpo.errors.nothing"]), *config(processes), "--dry_run"]
     assert start(*arguments).wait(300) == 1
-    assert "mt-grpo: The tool 'mt_grpo.errors.nothing' does not exist" in log()
+    assert log().count("mt-grpo: The tool 'mt_grpo.errors.nothing' does not exist") == 1
+
+
+def test_of_several_processes_the_first_to_warn_warns(monkeypatch):
+    """Of a kind, whatever its numbers and quotations are; it goes on to, and others begin again with a restart."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    said = []
+    for rank, restart in enumerate("001"):
+        for name, value in {**group, "TORCHELASTIC_RESTART_COUNT": restart}.items():
+            monkeypatch.setenv(name, value)
+        speaks.cache_clear()  # as in a process of its own
+        record = logging.LogRecord("", logging.WARNING, "", 0, "%d differ, as %r", (rank, f"of {rank}"), None)
+        said.append([is_said_here(record), is_said_here(record)])
+    speaks.cache_clear()
+    assert said == [[True] * 2, [False] * 2, [True] * 2]
 
 
 @pytest.mark.slow
