@@ -230,6 +230,8 @@ class Server:
                 served = next((entry for entry in models if model is None or _same(model, entry)), None)
                 roots = ", ".join(repr(entry["root"]) for entry in models)
                 length = 0 if served is None else int(served["max_model_len"])
+                if served is not None and length < 1:
+                    raise ValueError(length)
             except RequestFailed as error:
                 if error.status == 401:
                     raise self.setup_error(
@@ -308,6 +310,11 @@ class Server:
         """POST after a failure, perhaps of the server: its result is ignored, and it takes a few seconds at most."""
         with contextlib.suppress(RequestFailed):
             self._call("POST", path, body, params, _LAST_WORDS)
+
+    def setting(self, config: object, section: str, name: str, kind: type) -> Any:
+        """A setting in its configuration: `None` where the section is empty, `RequestFailed` where it is broken."""
+        request = f"GET {self.url}/server_info"
+        return _found(config, lambda it: it[section] and kind(it[section][name]), request) or None
 
     def weight_version(self) -> str:
         """The weight version of the server."""

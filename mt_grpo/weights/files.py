@@ -140,8 +140,7 @@ def check_folder(
     bring: Callable[[Path], Path] = lambda file: file,
 ) -> None:
     """Makes sure that a server sees the trainer's files."""
-    transfer = config["weight_transfer_config"]
-    if transfer is None or transfer["backend"] != BACKEND:
+    if server.setting(config, "weight_transfer_config", "backend", str) != BACKEND:
         raise server.sync_error(
             "does not load weights from files: start it with `mt-grpo serve` and this run's recipe."
         )
@@ -280,16 +279,17 @@ class LoraTransport(Transport):
         loads = server.get(
             "/server_info", lambda it: it["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], config_format="json"
         )
-        if config["lora_config"] is None or not loads:
+        most = server.setting(config, "lora_config", "max_lora_rank", int)
+        if most is None or not loads:
             raise server.sync_error(
                 "was started without LoRA, and `weight_sync: lora` sends it an adapter: start it again with `mt-grpo "
                 "serve` and this run's recipe."
             )
         rank = self.source.model.peft_config["default"].r
-        if rank > config["lora_config"]["max_lora_rank"]:
+        if rank > most:
             raise server.sync_error(
-                f"takes adapters up to rank {config['lora_config']['max_lora_rank']}, and this run's has {rank}: "
-                "start it again with `mt-grpo serve` and this run's recipe."
+                f"takes adapters up to rank {most}, and this run's has {rank}: start it again with `mt-grpo "
+                "serve` and this run's recipe."
             )
 
     def pack(self, step: int | None) -> list[Payload]:

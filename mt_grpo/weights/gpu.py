@@ -201,8 +201,7 @@ class IpcTransport(Transport):
         return [], {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
     def prepare(self, server: Server, config: dict[str, Any]) -> None:
-        transfer = config["weight_transfer_config"]
-        if transfer is None or transfer["backend"] != self.server_backend:
+        if server.setting(config, "weight_transfer_config", "backend", str) != self.server_backend:
             raise server.sync_error(
                 "does not map the trainer's memory: `weight_sync: ipc` is for servers that the trainer starts "
                 "(`vllm_mode: colocate`)."

@@ -294,7 +294,8 @@ class WeightSync:
 
         def read(answer: Any) -> tuple[Any, torch.dtype]:
             config = answer["vllm_config"]
-            return config, getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+            name = config["model_config"]["dtype"].removeprefix("torch.")
+            return config, torch.empty(0, dtype=getattr(torch, name)).dtype
 
         config, dtype = server.get("/server_info", read, config_format="json")
         self.source.dtype = max(self.source.dtype or dtype, dtype, key=lambda one: one.itemsize)

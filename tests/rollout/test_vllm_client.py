@@ -211,9 +211,9 @@ RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
         ({"/server_info": (404, {"detail": "Not Found"})}, "VLLM_SERVER_DEV_MODE=1"),
         ({"/server_info": (200, RAW)}, "processed_logprobs"),
         ({"model": "other/model"}, "'other/model', not 'base'"),
-        (
-            {"/v1/models": (200, {"data": [{"id": "base", "root": "base", "max_model_len": None}]})},
-            "is no vLLM server",
+        *(
+            ({"/v1/models": (200, {"data": [{"id": "base", "root": "base", "max_model_len": length}]})}, "is no vLLM")
+            for length in (None, 0)
         ),
     ],
 )

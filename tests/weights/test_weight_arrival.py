@@ -59,6 +59,7 @@ def test_a_push_that_does_not_arrive_is_seen_at_that_sync(replica, sync_of, mode
         sync.sync(1)
 
 
+NO_SETTING = "/server_info was answered without what was asked for"
 NOT_ALL = "changed to see them arrive.*is -.* on the server"
 
 
@@ -69,7 +70,8 @@ NOT_ALL = "changed to see them arrive.*is -.* on the server"
         ({"skipped": {"model.layers.1.mlp.down_proj.weight"}}, NOT_ALL),
         ({"skipped": {"model.layers.0.self_attn.v_proj.weight"}}, NOT_ALL),
         ({"deaf": True, "agrees": True}, "agrees with whatever it is told.*mt-grpo serve"),
-        ({"dtype": "strange"}, "/server_info was answered without what was asked for"),
+        *(({"dtype": dtype}, NO_SETTING) for dtype in ("strange", "nn", 5)),
+        *(({"lora": lora}, NO_SETTING) for lora in (5, "yes", [8], {"rank": 8}, {"max_lora_rank": "many"})),
         ({"backend": "nccl"}, "does not load weights from files: start it with `mt-grpo serve`"),
         ({"lora": None}, "was started without LoRA.* `mt-grpo serve`"),
         ({"lora": {"max_lora_rank": 1}}, "up to rank 1.* `mt-grpo serve`"),
