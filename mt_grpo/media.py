@@ -484,7 +484,8 @@ def to_file(medium: Medium) -> bytes:
         return known.file
     if isinstance(medium, Sound):
         return medium.to_wav()
-    kept = medium if medium.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else medium.convert("RGB")
+    written = medium.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+    kept = medium if written else medium.convert({"I": "I;16", "La": "LA"}.get(medium.mode, "RGB"))
     file = io.BytesIO()
     kept.save(file, format="PNG")
     return file.getvalue()

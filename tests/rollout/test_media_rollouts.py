@@ -269,6 +269,12 @@ def test_an_image_that_is_drawn_on_is_shown_as_it_was(by, opened, tmp_path):
     assert len(trajectory.media) == 3 and trajectory.tree.num_sequences == 1
 
 
+def test_an_image_of_any_mode_has_a_file():
+    for mode in "1 L P PA LA La RGB RGBA RGBa RGBX CMYK YCbCr HSV LAB F I I;16".split():
+        file = to_file(Image.new(mode, (4, 3), 300 if mode[0] == "I" else 0))
+        assert read_image(file).size == (4, 3) and (mode[0] != "I" or read_image(file).getpixel((0, 0)) == 300)
+
+
 def test_a_file_closed_before_it_is_decoded_is_left_alone(tmp_path):
     picture().save(tmp_path / "page.png")
     with Image.open(tmp_path / "page.png") as closed:
