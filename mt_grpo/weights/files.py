@@ -23,6 +23,8 @@ from torch import nn
 from trl.distributed import DistributedBackend
 
 from mt_grpo.errors import ConfigError, WeightSyncError
+from mt_grpo.forward.interface import base_model
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.servers.http import RequestFailed, Server
 from mt_grpo.vllm_plugin import BACKEND
 from mt_grpo.vllm_plugin.fetch import Checksum, own_folder
@@ -259,6 +261,15 @@ class LoraTransport(Transport):
     def __init__(self, source: Source, *, folder: str | None = None) -> None:
         if not is_peft_model(source.model):
             raise ConfigError("`weight_sync: lora` sends an adapter, and there is none: set `use_peft: true`.")
+        base = base_model(source.model)
+        of_text = {*base.get_decoder().modules(), base.get_output_embeddings()}
+        for name, layer in base.named_modules():
+            if media_tokens(base.config) and isinstance(layer, LoraLayer) and layer not in of_text:
+                raise ConfigError(
+                    f"`weight_sync: lora` sends an adapter of layers of text, as vLLM leaves out others, and this one "
+                    f"is of {name} too: choose layers of text (`lora_target_modules: .*language_model.*_proj`), or "
+                    "set `weight_sync: safetensors`."
+                )
         super().__init__(source)
         self.folder = source.from_main(lambda: make_folder(folder))
         self._served: Path | None = None  # the adapter that all servers have

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.architectures import build_random
 from support.forked import run_processes
+from support.images import build_processor, build_vision_model
 from support.loopback import ScriptedServer
 from support.models import build_model
 from support.replicas import Remote, sampled_steps, step_of
@@ -303,6 +305,18 @@ def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replic
 def test_sync_by_adapter_needs_an_adapter(sync_of):
     with pytest.raises(ConfigError, match="use_peft: true"):
         sync_of(kind=LoraTransport)
+
+
+def test_an_adapter_of_layers_that_see_is_not_sent(sync_of):
+    """vLLM would leave them out, and the probe shows no image."""
+
+    def sync_with(layers):
+        model = build_vision_model(build_processor().tokenizer)
+        sync_of(kind=LoraTransport, model=get_peft_model(model, LoraConfig(target_modules=layers)))
+
+    with pytest.raises(ConfigError, match=r"is of model.visual.blocks.0.attn.qkv too: .*`weight_sync: safetensors`"):
+        sync_with("all-linear")
+    sync_with(r".*language_model.*_proj")
 
 
 def test_a_server_is_resumed_though_the_pause_was_interrupted():
