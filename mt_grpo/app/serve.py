@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import torch
 from rich.console import Console
 from rich.text import Text
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_quantization_config
 from trl.chat_template_utils import add_response_schema
@@ -33,6 +34,7 @@ from mt_grpo.envs.env import Env, Outcome, Policy, Step
 from mt_grpo.envs.source import source_of, tool_arguments
 from mt_grpo.envs.tool_env import DialogueEnv
 from mt_grpo.errors import MISREAD, ConfigError, EngineError, libraries_may_refuse
+from mt_grpo.forward.media import media_tokens
 from mt_grpo.forward.probe import context_length
 from mt_grpo.options.rules import check_served
 from mt_grpo.options.table import OF_ENVIRONMENT
@@ -135,7 +137,8 @@ def _trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str
     ]
     environment = {"VLLM_NO_USAGE_STATS": "1"}
     if settings is not None:
-        _check_adapter(settings, run)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=args.trust_remote_code)
+        _check_adapter(settings, run, Path(name, "adapter_model.safetensors") if media_tokens(config) else None)
         model.lora_r = settings["r"]
         flags, _ = LoraTransport.server_flags(model)
         command += [*flags, "--lora-modules", f"{served}={name}", "--tokenizer", name]
@@ -173,9 +176,12 @@ def _trained_command(recipe: Recipe, run: str) -> tuple[list[str], dict[str, str
     return command, environment, " ".join(words)
 
 
-def _check_adapter(settings: dict[str, Any], run: str) -> None:
-    """Refuses an adapter that vLLM cannot put on its base."""
+def _check_adapter(settings: dict[str, Any], run: str, weights: Path | None) -> None:
+    """Refuses an adapter that vLLM cannot put on its base; `weights` are looked into for layers that see or hear."""
     unknown = [name for name in ("modules_to_save", "use_dora", "target_parameters") if settings.get(name)]
+    of_text = re.compile(r"\.(language_model|text_model|lm_head)\.")
+    if weights is not None and not all(map(of_text.search, load_file(weights))):
+        unknown.append("layers that see or hear")
     if settings.get("peft_type") != "LORA" or unknown:
         raise ConfigError(
             f"vLLM takes no adapter with {', '.join(unknown) or settings.get('peft_type')}: run "

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from peft import LoraConfig, get_peft_model
+from support.images import build_processor, build_vision_model
 from support.recipes import parse_recipe
 from transformers import (
     AutoTokenizer,
@@ -134,7 +136,7 @@ def test_vllm_reads_the_calls_of_a_template_that_it_knows(trained, template, par
     assert ("No parser of vLLM is known" in said) == (parser is None)
 
 
-def test_an_adapter_is_served_on_its_base_or_merged_first(trained):
+def test_an_adapter_is_served_on_its_base_or_merged_first(trained, tmp_path):
     words, _ = trained(adapter={})
     assert re.search(r"--model \S+embedded/model --served-model-name run-base .*--max-lora-rank 32", words)
     assert re.search(r"--lora-modules run=(\S+/run) --tokenizer \1", words)
@@ -142,6 +144,15 @@ def test_an_adapter_is_served_on_its_base_or_merged_first(trained):
         ConfigError, match="no adapter with use_dora: run `mt-grpo merge .*` and `mt-grpo serve .*merged`"
     ):
         trained(adapter={"use_dora": True})
+    base = {"base_model_name_or_path": str(tmp_path / "base")}
+    for layers in (".*language_model.*_proj", "all-linear"):
+        seeing = get_peft_model(build_vision_model(build_processor().tokenizer), LoraConfig(target_modules=layers))
+        seeing.save_pretrained(tmp_path / "run")
+        seeing.config.save_pretrained(tmp_path / "base")
+        if layers != "all-linear":
+            assert "--lora-modules run=" in trained(adapter=base)[0]
+    with pytest.raises(ConfigError, match="no adapter with layers that see or hear: run `mt-grpo merge"):
+        trained(adapter=base)
 
 
 @pytest.fixture
