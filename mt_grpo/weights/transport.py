@@ -25,6 +25,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.errors import UserError, WeightSyncError
@@ -234,7 +235,11 @@ class _FullParameters(VLLMGeneration):
             wider = self.dtype is not None and tensor.is_floating_point() and tensor.itemsize > self.dtype.itemsize
             if wider and not any(part in name for part in wide):
                 tensor = tensor.to(self.dtype)
-            return name, tensor * HALF if name in (self.changed or ()) else tensor
+            tensor = tensor * HALF if name in (self.changed or ()) else tensor
+            if "vision_tower." in name:  # vLLM loads it by the names of checkpoints, which CLIP and SigLIP have cut
+                ((stored, same),) = revert_weight_conversion(model, {name: tensor}).items()
+                name = stored if same is tensor else name  # not where it is stored as a part of another
+            return name, tensor
 
         return map(as_sent, self._iter_named_params())  # not a generator: after an error it can be walked on
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.architectures import build_random
 from support.forked import run_processes
 from support.images import build_processor, build_vision_model
 from support.loopback import ScriptedServer
 from support.models import build_model
 from support.replicas import Remote, sampled_steps, step_of
+from support.vision import VISION_FAMILIES
+from transformers import AutoModelForImageTextToText
 
 from mt_grpo.errors import ConfigError, WeightSyncError
 from mt_grpo.rollout import SamplingParams
@@ -305,6 +308,17 @@ def test_a_server_without_the_update_is_left_out_until_restored(tmp_path, replic
 def test_sync_by_adapter_needs_an_adapter(sync_of):
     with pytest.raises(ConfigError, match="use_peft: true"):
         sync_of(kind=LoraTransport)
+
+
+def test_a_tower_is_sent_by_the_names_of_its_checkpoint(tmp_path):
+    """vLLM loads no others, and those of transformers' CLIP and SigLIP have become shorter."""
+    VISION_FAMILIES["llava"][0]()[1].save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = {re.sub("^vision_tower.", "vision_tower.vision_model.", name): w for name, w in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    sent = dict(_FullParameters(AutoModelForImageTextToText.from_pretrained(tmp_path), Accelerator(cpu=True)))
+    tower = {name: weight for name, weight in stored.items() if "vision_tower" in name}
+    torch.testing.assert_close({name: sent[name].data for name in tower}, tower, rtol=0, atol=0)
 
 
 def test_an_adapter_of_layers_that_see_is_not_sent(sync_of):
