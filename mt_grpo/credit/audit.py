@@ -252,9 +252,9 @@ def _with_less(batch: RewardBatch, turn: int, factors: Tensor) -> RewardBatch:
 def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | None = None) -> float | None:
     """
     The share of an outcome's advantage that reaches the first turn, in that of the turn that gets most. With a
-    discount γ and K turns it is γ^(K − 1). The outcome is made up, 1 for every second member of a group, since those
-    of a first policy are often all the same; and so are conversations of `long_length` turns, since of unequal ones
-    even an unbiased rule gives a turn more that few members reach. `None` where there are none, or no outcome reward.
+    discount γ and K turns it is γ^(K − 1). The outcome is made up, 1 for every second trunk of a group, since those of
+    a first policy are often all the same; and so are conversations of `long_length` turns, since of unequal ones even
+    an unbiased rule gives a turn more that few members reach. `None` where there are none, or no outcome reward.
     """
     length = long_length(batch)
     if length is None or batch.outcome_streams is not None and not len(batch.outcome_streams):
@@ -263,8 +263,8 @@ def outcome_at_first_turn(rule: Rule, batch: RewardBatch, *, turn_coef: float | 
     # without a scale, what an outcome adds is told by itself
     scale: Scale = "none" if "scale_rewards" in options else "group"
     places = torch.arange(batch.turn_mask.shape[1], device=batch.turn_mask.device).expand_as(batch.turn_mask)
-    members = torch.arange(len(places), device=places.device) % batch.group_size
-    exists, outcomes = places < length, (members % 2).to(batch.outcome_rewards.dtype)
+    trunks = torch.arange(len(places), device=places.device) % batch.group_size // batch.num_branches
+    exists, outcomes = places < length, (trunks % 2).to(batch.outcome_rewards.dtype)
     turns = torch.zeros_like(batch.turn_rewards).masked_fill(~exists, torch.nan)
     made_up = replace(
         batch,

@@ -279,6 +279,7 @@ def last_alone(batch):
         ({"name": "gtpo", "gamma": 0.5}, shaped(3), None),
         ("gdpo", draw_batch(3, num_turns=6), 1.0),  # outcomes by name are left out too
         ("last_alone", shaped(), 0.0),  # it has no scale
+        ("branch_to_go", replace(shaped(), num_branches=4, branch_at=1), 1.0),
         # whatever outcomes there are: none yet, all, or none that applies
         *[
             ({"name": "gtpo", "gamma": 0.5}, replace(shaped(), outcome_rewards=torch.full((8,), same)), 0.5**11)
