@@ -437,7 +437,7 @@ class Labels:
         """All scores, `(M,)`, on every process; the gradient is that of a loss that each computes."""
         mine, stacked = self.of(self.scored), torch.stack(list(scores))
         joined: Tensor = _Join.apply(self.group, len(self.order), mine, stacked)  # type: ignore[no-untyped-call]
-        return joined.unbind()
+        return tuple(each.clone() for each in joined)  # FSDP warns of views
 
 
 def _evenly(number: int, parts: int) -> list[int]:

@@ -51,6 +51,7 @@ def test_ranks_learn_what_one_learns(tmp_path, alone, ranks, scenario, environme
     assert found["sharded"] == (SHARDED.items() <= environment.items()) and not one["sharded"]
     if found["sharded"] and scenario == "plain":
         assert found["proven"] == one["proven"] and one["proven"]
+        assert "UserWarning" not in tmp_path.with_suffix(".log").read_text()
     if not environment:
         run_log = open_run(tmp_path)
         assert set(run_log.column("rank")) == {0, 1}
