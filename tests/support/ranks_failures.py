@@ -1,4 +1,7 @@
-"""Runs of which one process fails, each in its own way, one after another: `ranks_failures OUTPUT_DIR`."""
+"""
+Runs that `sp_size` cannot share, and runs of which one process fails, each in its own way, one after another:
+`ranks_failures OUTPUT_DIR`.
+"""
 
 import json
 import sys
@@ -14,6 +17,8 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from mt_grpo.app.train import leave_group
 from mt_grpo.envs import MultiTurnToolEnv
 from mt_grpo.rewards import OutcomeReward
+from support.architectures import build_random
+from support.mixtures import build_mixture
 from support.models import build_model, build_tokenizer, lookup
 from support.trainers import trainer_builder
 
@@ -110,24 +115,47 @@ def sharded_judge(tokenizer):
     return model
 
 
+def wrong_over_trees(tokenizer):
+    """It looks at a token's place in the row, which trees change."""
+    model = build_model(tokenizer)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output + 0.01 * torch.arange(output.size(1))[:, None]
+    )
+    return model
+
+
+def unshared(tokenizer):
+    """Models and options that two processes are refused."""
+    cases = {
+        "heads": {"model": build_model(tokenizer, num_attention_heads=3, num_key_value_heads=1)},
+        "attention of its own": {"model": build_random("bloom", vocab_size=len(tokenizer))},
+        "balanced experts": {"model": build_mixture("mixtral", len(tokenizer)), "router_aux_loss_coef": 0.1},
+        "wrong over trees": {"model": wrong_over_trees(tokenizer)},
+        "three": {"sp_size": 3},
+    }
+    return {name: {"sp_size": 2, **options} for name, options in cases.items()}
+
+
 def main(folder: str) -> None:
     tokenizer, rank = build_tokenizer(), PartialState(cpu=True).process_index
     rows = [{"prompt": [{"role": "user", "content": f"What is {number} of Peru"}]} for number in range(6)]
     options = {"max_steps": 1, "max_completion_length": 100, "advantage_estimator": None, "eval_dataset": None}
+    given = unshared(tokenizer) | {name: {} for name in FAULTS}
+    given["adapters_differ"] = {"peft_config": LoraConfig(target_modules=["q_proj"])}
     ends = {}
-    for name in FAULTS:
-        trainer = trainer_builder(Path(folder) / name, tokenizer, Dataset.from_list(rows))(
-            lambda session, turn: f"<answer>Lima {'a' * int(session[-1])}</answer>",
-            build_model(tokenizer, max_position_embeddings=1024),
-            ((), (Length(), sharded_judge(tokenizer))),
-            reward_processing_classes=[None, build_tokenizer()],
-            env=MultiTurnToolEnv([lookup], protocol="learnt_tags"),
-            peft_config=LoraConfig(target_modules=["q_proj"]) if name == "adapters_differ" else None,
-            **options,
-        )
+    for name, own in given.items():
+        build = trainer_builder(Path(folder) / name, tokenizer, Dataset.from_list(rows))
+        default = {"model": build_model(tokenizer, max_position_embeddings=1024)}
         spoil = (OF_THE_FIRST, FAULTS)[rank].get(name, lambda trainer: None)
-        spoil(trainer)
         try:
+            trainer = build(
+                lambda session, turn: f"<answer>Lima {'a' * int(session[-1])}</answer>",
+                rewards=((), (Length(), sharded_judge(tokenizer))),
+                reward_processing_classes=[None, build_tokenizer()],
+                env=MultiTurnToolEnv([lookup], protocol="learnt_tags"),
+                **options | default | own,
+            )
+            spoil(trainer)
             trainer.train()
             ends[name] = ["trained", trainer.state.global_step]
         except (Exception, SystemExit) as error:
