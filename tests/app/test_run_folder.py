@@ -11,7 +11,6 @@ from datasets import IterableDataset
 from safetensors.torch import load_file
 from support.app_fixtures import SAVE, recipe_writer
 from support.forked import Forked
-from support.trainers import LETTERS
 from support.waiting import until
 
 from mt_grpo.cli import main
@@ -124,10 +123,10 @@ def test_a_checkpoint_without_batch_sizes_resumes_with_a_warning(build, tmp_path
 
 
 def test_a_finished_run_takes_no_further_step(build, tmp_path, caplog):
-    whole = build(None, rewards=LETTERS, save_strategy="steps", save_steps=1)
+    whole = build(save_strategy="steps", save_steps=1)
     whole.train()
     for max_steps in (2, 1):
-        resumed = build(None, rewards=LETTERS, max_steps=max_steps)
+        resumed = build(max_steps=max_steps)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert resumed.state.global_step == 2 and steps(tmp_path) == [1, 2]
         # what is saved or measured after that is the trained model
