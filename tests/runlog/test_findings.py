@@ -1,11 +1,13 @@
 """What is said of conversations follows from how they ended, what they called and what they sampled."""
 
-from itertools import count
+from itertools import combinations, count
 
+import numpy as np
 import pytest
+from scipy import stats
 from support.runs import index_line
 
-from mt_grpo.runlog.findings import Counts, find, find_in_run, why_equal
+from mt_grpo.runlog.findings import CONFIDENCE, RESAMPLES, Counts, bootstrap, find, find_in_run, pass_at, why_equal
 from mt_grpo.runlog.index import Table
 
 TOO_LONG = "This model's maximum context length is 12 tokens, and the messages have 71."
@@ -152,3 +154,34 @@ def test_merged_counts_are_those_of_all_batches():
     for each in batches:
         merged.merge(Counts().add(each))
     assert merged == Counts().add(sum(batches, []))
+
+
+# Intervals and chances of evaluations, against scipy and against every subset of attempts
+
+
+@pytest.mark.parametrize("size", (2, 7, 500))
+def test_intervals_are_those_of_scipy(size):
+    values = np.random.default_rng(size).random(size)
+    rng = np.random.default_rng(0)
+    options = {"n_resamples": RESAMPLES, "confidence_level": CONFIDENCE, "method": "percentile", "rng": rng}
+    theirs = stats.bootstrap((values,), np.mean, **options).confidence_interval
+    ours = bootstrap(np.append(values, np.nan))  # a row without a value does not count
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+    assert (ours.mean, ours.rows) == (pytest.approx(values.mean()), size)
+
+
+def test_too_few_rows_have_no_interval():
+    assert bootstrap(np.array([np.nan])).mean is None
+    one = bootstrap(np.array([0.5]))
+    assert (one.mean, one.low, one.rows) == (0.5, None, 1)
+
+
+def test_chances_are_shares_of_all_subsets():
+    attempts = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0]]
+    right, number = (np.array([count_of(each) for each in attempts]) for count_of in (sum, len))
+    for k in (1, 2, 3, 4):
+        subsets = [list(combinations(each, k)) for each in attempts]
+        wanted = [
+            [np.mean([judge(one) for one in each]) if each else np.nan for each in subsets] for judge in (any, all)
+        ]
+        np.testing.assert_allclose(pass_at(right, number, k), wanted, atol=1e-12)
