@@ -90,19 +90,8 @@ def test_rollout_shows_the_adapter_and_not_its_base(recipe, prints, model_folder
     assert base != adapted
 
 
-def test_full_weights_are_copied_with_a_true_card(recipe, prints, tmp_path):
+def test_full_weights_are_copied_with_a_card_of_the_log(recipe, prints, tmp_path):
     run, away = tmp_path / "run", tmp_path / "away"
-    prints("train", *recipe(system_prompt="Add things up."))
-    prints("merge", run, "--to", away)
-    same = ("model.safetensors", "config.json", "generation_config.json", "chat_template.jinja", "config.yaml")
-    assert all((run / name).read_bytes() == (away / name).read_bytes() for name in same)
-    assert card_of(run) == card_of(away)  # what a push sends
-    shutil.rmtree(run)
-    AutoModelForCausalLM.from_pretrained(away), AutoTokenizer.from_pretrained(away)
-
-
-def test_a_card_says_what_the_log_says(recipe, prints, tmp_path):
-    run = tmp_path / "run"
     prints("train", *recipe(system_prompt="Add things up.", advantage_estimator="grpo_or"))
     meta, text = card_of(run)
     assert meta["library_name"] == "transformers" and "base_model" not in meta  # which is no model of the Hub
@@ -111,9 +100,14 @@ def test_a_card_says_what_the_log_says(recipe, prints, tmp_path):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = (row for row in rows if "eval_reward" in row)
     key = "eval_rewards/format_reward_func/mean"
-    assert (
-        f"| `format_reward_func` | {first[key]:.4g} | {last[key]:.4g} |" in text and "|  | step 0 | step 2 |" in text
-    )
+    assert f"| `format_reward_func` | {first[key]:.4g} | {last[key]:.4g} |" in text
+    assert "|  | step 0 | step 2 |" in text
+    prints("merge", run, "--to", away)
+    same = ("model.safetensors", "config.json", "generation_config.json", "chat_template.jinja", "config.yaml")
+    assert all((run / name).read_bytes() == (away / name).read_bytes() for name in same)
+    assert card_of(run) == card_of(away)  # what a push sends
+    shutil.rmtree(run)
+    AutoModelForCausalLM.from_pretrained(away), AutoTokenizer.from_pretrained(away)
 
 
 def test_a_run_that_says_little_of_itself_is_merged(prints, refused, model_folder, tmp_path):
