@@ -282,6 +282,7 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
     tools, expected = hostile.calls()
     states = [hostile.State(name) for name in ("first", "harm", "last")]
     # what must end for its time has little of it, and everything else enough
+    hurried = {"step_timeout": hostile.TIMEOUT}
     sources = {
         "tools": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=PATIENCE),
         "hurried_tools": MultiTurnToolEnv(tools, protocol="learnt_tags", tool_timeout=hostile.TIMEOUT),
@@ -289,9 +290,9 @@ def test_each_hostile_conversation_ends_as_it_must(keep, noise, briefly):
         "states": MultiTurnToolEnv(states, "", tool_timeout=PATIENCE),
         "hurried_states": MultiTurnToolEnv(states, "", tool_timeout=hostile.TIMEOUT),
         "steps": hostile.Steps,
-        "hurried_steps": hostile.HurriedSteps,
+        "hurried_steps": type("HurriedSteps", (hostile.Steps,), hurried),
         "plain": hostile.PlainSteps,
-        "hurried_plain": hostile.HurriedPlainSteps,
+        "hurried_plain": type("HurriedPlainSteps", (hostile.PlainSteps,), hurried),
         "loops": hostile.Loop,
         "make": hostile.make,
         "make_softly": hostile.make_softly,

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -420,10 +421,6 @@ def test_it_samples_on_the_gpu_of_the_model_in_its_own_thread(frozen, monkeypatc
         yield
         del current.device
 
-    class OnSecond:
-        device = torch.device("cuda", 1)
-        config = frozen.config
-
     class Engine(TransformersEngine):
         def _generate(self, batch, drawing):
             sampled.append((current.device, threading.current_thread() is threading.main_thread()))
@@ -431,5 +428,6 @@ def test_it_samples_on_the_gpu_of_the_model_in_its_own_thread(frozen, monkeypatc
                 request.ids, request.logprobs, request.finish_reason = [1], [0.0], "stop"
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    asyncio.run(ask(Engine(OnSecond(), TOKENIZER), CONTEXTS[0], "000"))
+    on_second = SimpleNamespace(device=torch.device("cuda", 1), config=frozen.config)
+    asyncio.run(ask(Engine(on_second, TOKENIZER), CONTEXTS[0], "000"))
     assert sampled == [(torch.device("cuda", 1), False)]

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -79,15 +80,11 @@ def test_an_answer_that_drips_ends_in_time(head, monkeypatch):
 
 
 def test_a_client_that_never_connects_ends_in_time(monkeypatch):
-    class Silent:
-        def __init__(self, base_url):
-            pass
-
-        async def connect(self):
-            await asyncio.Event().wait()
+    def silent(base_url):
+        return SimpleNamespace(connect=asyncio.Event().wait)
 
     monkeypatch.setattr(openenv, "CHECK_SECONDS", 0.1)
-    env = openenv_server("http://127.0.0.1:1", action=dict, client=Silent)
+    env = openenv_server("http://127.0.0.1:1", action=dict, client=silent)
     with pytest.raises(ConfigError, match="Cannot reach the server of `url`"):
         asyncio.run(env.check())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 from mt_grpo.envs import Outcome, Step, StepEnv
 from mt_grpo.tools import BaseTool, OpenAIFunctionToolSchema, Tool
@@ -303,14 +304,6 @@ class PlainSteps(Steps):
         return hang_softly()  # which nobody awaits any more
 
 
-class HurriedSteps(Steps):
-    step_timeout = TIMEOUT
-
-
-class HurriedPlainSteps(PlainSteps):
-    step_timeout = TIMEOUT
-
-
 NO_TEXT = "without a text `role`: give a dictionary."
 NO_JSON = "cannot be written as JSON (ValueError: no words)"
 # What `reset` and `step` return, and the error of the conversation
@@ -424,14 +417,6 @@ LOOPS = {
 }
 
 
-class Disguised:
-    """Is an environment, but for its class."""
-
-    def __init__(self):
-        loop = Loop({"how": "all_at_once"})
-        self.run, self.close = loop.run, loop.close
-
-
 def make(row):
     """A factory that works in a thread."""
     match row["how"]:
@@ -441,7 +426,8 @@ def make(row):
         case "nothing":
             return None
         case "disguised":
-            return Disguised()
+            loop = Loop({"how": "all_at_once"})
+            return SimpleNamespace(run=loop.run, close=loop.close)  # an environment, but for its class
         case "later":
             return make_softly({"how": "hang"})
         case how:
