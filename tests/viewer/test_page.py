@@ -300,7 +300,10 @@ def test_a_step_leads_to_its_groups_branches_and_members(browser, tmp_path):
         assert count(page, "a.grow") == 3 and "3 groups, 1 with signal" in page.inner_text("h2")
         page.click("button:has-text('none 2')")
         address_has(page, "show=none")
-        assert count(page, "a.grow") == 2
+        page.focus(".skip")
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "main" and count(page, "a.grow") == 2
+        address_has(page, "show=none")
         page.click("button:has-text('all 3')")
         page.click("button:text-is('mean')")
         assert texts(page, "a.grow .n b") == ["2.60", "1.06", "0.20"]
@@ -308,6 +311,8 @@ def test_a_step_leads_to_its_groups_branches_and_members(browser, tmp_path):
             page.keyboard.press(key)
         page.wait_for_selector("a.member")
         assert "1.06 ± 0.99" in page.inner_text("main") and texts(page, "nav a[aria-current]") == ["Groups"]
+        go(page, "overview")
+        assert count(page, ".health tr:has-text('–') .dot.idle") == count(page, ".health tr:has-text('–')") > 0
     branched = write_credited(tmp_path / "branched", [BRANCHED], "branch_to_go", Branching(number=4, at=1))
     with opened(browser, queries_of(branched), "groups", **wide) as page:
         page.wait_for_selector("svg.branch")

@@ -129,6 +129,7 @@ addEventListener('scroll', () => {
   keeping = setTimeout(() => main.hasAttribute('aria-busy') || history.replaceState({ ...history.state, scrolled: scrollY }, ''), KEEP)
 }, { passive: true })
 document.querySelector('#views').addEventListener('change', event => { location.hash = seen[event.target.value] ?? link(event.target.value) })
+document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); main.focus() })  // the address names the view
 addEventListener('keydown', event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, textarea')) return
   const act = shown.keys?.[event.key]

@@ -9,7 +9,7 @@ const FEW = 5
 const MOST_LINKED = 40
 const MOST_METRICS = 60
 const QUANTILES = ['lowest', '10 %', '25 %', 'median', '75 %', '90 %', 'highest']
-const LEVELS = { bad: 'bad', warn: 'worth a look', ok: 'fine' }
+const LEVELS = { bad: 'bad', warn: 'worth a look', ok: 'fine', idle: 'not known' }
 
 /** Means of the first and of the last points, and how many steps the last ones are of. */
 function ends(values, view) {
@@ -147,7 +147,7 @@ function health(view) {
     const share = /groups|clipped|failed/.test(name)
     const value = last === undefined ? '–' : share ? percent(last, last && last < 0.1 ? 1 : 0) : short(last)
     const unit = { entropy: ', nats', 'engine − trainer': ', nats' }[name] ?? ''
-    return h('tr', {}, h('th', { scope: 'row' }, dot(odd ? 'warn' : 'ok'), name + unit),
+    return h('tr', {}, h('th', { scope: 'row' }, dot(odd ? 'warn' : last === undefined ? 'idle' : 'ok'), name + unit),
       h('td', {}, last !== undefined && spark(values, limit, `${name}, at the end ${value}`)), h('td', {}, h('b', {}, value)))
   })
   return h('section', { class: 'card' }, h('h3', {}, 'Health', h('span', { class: 'dim' }, ' · dashed: where to look')),
