@@ -3,6 +3,7 @@
 import shutil
 import statistics
 import time
+from contextlib import suppress
 
 import orjson
 import pytest
@@ -398,6 +399,10 @@ def test_a_run_under_way_is_shown_and_then_its_end(browser, run_folder, tmp_path
             page.wait_for_function("() => location.hash.includes('step=10')")
         page.wait_for_selector("#state:has-text('stopped')")
         page.wait_for_selector("main:has-text('before its last step')")
+        with suppress(KeyboardInterrupt), Heartbeat(folder, lambda: AT).beating():
+            raise KeyboardInterrupt
+        page.wait_for_selector("#state:has-text('stopped: Ctrl-C')")
+        assert page.inner_text("#state").endswith("stopped: Ctrl-C")  # with or without a checkpoint
         page.locator("a.flow").first.click()
         shown(page, "trajectory")
 

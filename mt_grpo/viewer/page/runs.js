@@ -127,7 +127,7 @@ export function expect(run) {
   const ago = run.beat ? lasting(Math.max(0, Date.now() / 1000 - run.beat)) : ''
   if (run.status === 'running') return run.left === null ? 'just begun' : `done in about ${lasting(run.left)}`
   if (run.status === 'finished') return 'all steps done'
-  if (run.status === 'stopped') return run.reason ? `by ${run.reason}; can go on` : 'before its last step'
+  if (run.status === 'stopped') return run.reason ?? 'before its last step'
   if (run.status === 'failed') return run.reason ?? ''
   if (run.status === 'died') return `last sign of life ${ago} ago`
   return ago ? `last written ${ago} ago` : 'nothing written'
