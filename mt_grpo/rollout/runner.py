@@ -185,10 +185,11 @@ class RolloutRunner:
     def completion(self, trajectory: Trajectory) -> TokenRow:
         """See `token_row`."""
         try:
-            prototypes = source_of(self.env).of_row(trajectory.row).prototypes()
+            source = source_of(self.env).of_row(trajectory.row)
         except ValueError:  # the row names none of several: its conversation has failed
-            prototypes = []
-        return token_row(trajectory, self.renderer, prototypes[0].env_mask if prototypes else 0)
+            return token_row(trajectory, self.renderer)
+        env = next(iter(source.prototypes()), trajectory.environment or source.given)
+        return token_row(trajectory, self.renderer, getattr(env, "env_mask", 0))
 
 
 class _Batch:

@@ -196,16 +196,17 @@ def gather_rewards(
         gather(tensor) for tensor in (turns, outcomes, exists, results, states, state_scores)
     )
     turns, outcomes = turns[:, :, :split], outcomes[:, : len(scores.outcome)]
+    credited = outcomes.masked_fill(~exists.any(dim=1, keepdim=True), torch.nan)  # without a turn it is in no baseline
     batch = RewardBatch(
         _sum_present(turns * weights[:split], dim=2),
-        _sum_present(outcomes * weights[split:], dim=1).float(),
+        _sum_present(credited * weights[split:], dim=1).float(),
         exists,
         results,
         group_size,
         state_ids=states,
         state_scores=state_scores if scores.state else None,
         turn_streams=turns.permute(2, 0, 1).float(),
-        outcome_streams=outcomes.T.float(),
+        outcome_streams=credited.T.float(),
         stream_weights=weights.float(),
         num_branches=1 if branching is None else branching.number,
         branch_at=0 if branching is None else branching.at,

@@ -416,8 +416,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _rollout(self, batch: RolloutBatch, take: Callable[[RolloutBatch], None] | None = None) -> None:
         step, first = self.state.global_step, self.accelerator.process_index * len(batch.rows)
-        replay = self.replay
-        if replay is not None:
+        if (replay := self.replay) is not None:
             everywhere(lambda: replay.fill_in(batch, self, first))
             return
         # generation can happen more than once in an optimiser step; evaluation draws the same numbers every time
@@ -472,8 +471,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _prove_engine(self) -> None:
         """Before the first conversation: whether the model's own engine samples from what is trained."""
-        engine = self._unproven
-        if engine is not None:
+        if (engine := self._unproven) is not None:
             proof = self.step_log.activity.of("the proof of the engine")
             with proof, without_dropout(self.model), self._lent_model():
                 self._run_on_all_ranks(lambda: prove_engine(engine, self.accelerator.mixed_precision))
@@ -584,6 +582,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             loss = loss + self.args.distillation_coef * self.distillation.loss(inputs, forward.logps, forward.others)
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
+        else:  # transformers' mean takes the remainder of the dataset for that of its rows
+            self._metrics["eval"]["loss"].append(self.accelerator.gather(loss.detach()).mean().item())
         if "loss_factor" not in inputs:
             return loss
         factor, balance = inputs["loss_factor"], 0.0

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.conversations import converse, template_tokenizer, user
+from support.conversations import Talk, converse, template_tokenizer, user
 from support.models import build_tokenizer
 
 from mt_grpo.rollout import ChatRenderer
@@ -90,10 +90,12 @@ def test_stripping_leaves_other_messages_alone():
     assert _strip_thinking(message) == {"role": "assistant", "content": "b"}
 
 
-def test_the_wrong_policy_is_refused_with_the_nearest(tokenizer):
+def test_the_wrong_policy_or_mode_is_refused_with_the_nearest(tokenizer):
     for policy, says in (("strip_thinkin", "strip_thinking"), ("compact", "compact_every")):
         with pytest.raises(ValueError, match=says):
             converse(tokenizer, ["A1"], [], policy)
+    with pytest.raises(ValueError, match="'strict'"):
+        SanityCheck(ChatRenderer(tokenizer), "strikt")
 
 
 APPEND_ONLY = ("qwen2_5", "qwen3_instruct_2507", "lfm2")
@@ -178,6 +180,10 @@ def test_the_mask_of_a_rewritten_history_worked_out_by_hand(tokenizer):
     pieces = [(thought(1) + END, 1, 0), ("A1" + END, 0, 0), (observation(2), 1, 0), (thought(2) + END, 1, 1)]
     expected = [(token, mask, turn) for text, mask, turn in pieces for token in tokenizer.encode(text)]
     assert [*zip(row.ids, row.mask, row.turns, strict=True)] == expected
+    trajectory.environment = runner.env
+    for runner.env in (lambda: trajectory.environment, type("Env", (Talk,), {"env_mask": 1})):  # a factory and a class
+        assert runner.completion(trajectory).mask == row.mask
+        trajectory.environment = None  # as in a replay
 
 
 def test_an_image_of_a_reply_has_no_token_to_train(tokenizer):
@@ -274,11 +280,6 @@ def test_a_template_that_refuses_what_a_model_wrote_ends_no_run(tokenizer):
     difference = sanity.check(trajectory)
     assert difference.cause == "the template refuses the conversation"
     assert "The chat template refuses these messages" in difference.rendered
-
-
-def test_an_unknown_mode_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="'strict'"):
-        SanityCheck(ChatRenderer(tokenizer), "strikt")
 
 
 TOOL = {"type": "function", "function": {"name": "look_it_up", "description": "", "parameters": {"type": "object"}}}

@@ -76,32 +76,27 @@ def test_a_log_window_of_several_steps_is_one_mean(run, tmp_path, questions):
     lengths = [
         line["turns"][0]["num_tokens"] for line in read_trajectories(tmp_path) if line["session"].startswith("train")
     ]
-    expected = {
-        "stop/answered": 1 / 3,
-        "stop/max_steps": 2 / 3,
-        "turn_1/tool_calls": 8 / 12,  # 12 trajectories have a first turn
-        "turn_2/tool_calls": 1.0,  # 8 have a second one
-        "turn_1/reward": 1.0,
-        "turn_2/reward": 2.0,
-        "turn_3/malformed": 1.0,
-        "turn_1/length": sum(lengths) / 12,
-        "tokenization/another_template": 1 / 12,
-        "forks/compact": 1 / 12,
-    }
+    expected = {"stop/answered": 1 / 3, "stop/max_steps": 2 / 3, "turn_1/reward": 1.0, "turn_2/reward": 2.0}
+    expected |= {"turn_1/tool_calls": 8 / 12, "turn_2/tool_calls": 1.0}  # 12 trajectories have a first turn, 8 another
+    expected |= {"turn_3/malformed": 1.0, "turn_1/length": sum(lengths) / 12}
+    expected |= {"tokenization/another_template": 1 / 12, "forks/compact": 1 / 12}
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     assert sum(value for name, value in row.items() if name.startswith("stop/")) == pytest.approx(1)
     assert [each["eval_stop/answered"] for each in logged(tmp_path, "eval_stop/answered")] == [1.0] * 3
 
 
 def test_an_evaluation_weighs_rows_not_batches(run, questions):
-    """Seven rows in batches of four: the second batch has three."""
-    trainer = run(questions.select(range(7)), **EVALUATES)
+    """Two conversations of each of seven rows in batches of four: the last batch has two."""
+    trainer, losses = run(questions.select(range(7)), **{**EVALUATES, "num_generations_eval": 2}), []
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *given, **more: losses.append(compute(*given, **more)) or losses[-1]
     metrics, made = trainer.evaluate(), trainer.eval_trajectories
     answers = [len(trajectory.answer) for trajectory in made]
     lengths = [trajectory.turns[0].num_tokens for trajectory in made]
-    assert len(answers) == 7 and len(set(answers)) > 1 and trainer.evaluated_step == 0
-    assert metrics["eval_rewards/Length/mean"] == metrics["eval_reward"] == pytest.approx(sum(answers) / 7)
-    assert metrics["eval_completions/mean_length"] == metrics["eval_turn_1/length"] == pytest.approx(sum(lengths) / 7)
+    assert len(answers) == 14 and len(set(answers)) > 1 and trainer.evaluated_step == 0
+    assert metrics["eval_loss"] == pytest.approx((4 * sum(losses[:3]) + 2 * losses[3]).item() / 14, rel=1e-5)
+    assert metrics["eval_rewards/Length/mean"] == metrics["eval_reward"] == pytest.approx(sum(answers) / 14)
+    assert metrics["eval_completions/mean_length"] == metrics["eval_turn_1/length"] == pytest.approx(sum(lengths) / 14)
     assert trainer.evaluate()["eval_reward"] == metrics["eval_reward"]  # nothing is left of the first evaluation
     trainer.evaluate(questions.select([2, 3]), metric_key_prefix="test")
     assert trainer.evaluated_step is None  # its conversations do not stand for the run's own rows

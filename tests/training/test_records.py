@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from mt_grpo.token_tree import TokenTree
 from mt_grpo.training.checkpoint import latest_checkpoint
 from mt_grpo.training.preflight import left_by_runs
 from mt_grpo.training.step_log import Outputs, _NumbersToTensorBoard
+from mt_grpo.training.step_log import records as recorder
 from mt_grpo.training.step_log.records import _number_rows, _split_number, _update_rows, mean_record, read_audit
 from mt_grpo.trajectory import Trajectory
 
@@ -174,6 +176,16 @@ def test_a_sequence_level_ratio_clips_whole_conversations(build):
         assert summary["clipped"] == pytest.approx(positive.float().mean().item())
 
 
+@pytest.mark.parametrize("delta", [None, 0.7, 1.1, 2.0])
+def test_clipped_is_what_has_no_gradient(delta):
+    args = SimpleNamespace(loss_type="grpo", importance_sampling_level="token", epsilon=0.2, epsilon_high=0.3)
+    args.delta, advantages = delta, torch.tensor([-1.0, 1.0]).repeat(20)
+    ratios = torch.linspace(0.4, 2.6, 40, requires_grad=True)
+    whole = ratios if delta is None else ratios.clamp(max=delta)
+    torch.min(whole * advantages, ratios.clamp(0.8, 1.3) * advantages).sum().backward()
+    assert (recorder._clip_flags(ratios.log(), advantages, None, args) == (ratios.grad == 0)).all()
+
+
 def test_row_numbers_name_conversations():
     numbers = _number_rows(70_000, 65_000, torch.tensor([0, 9_000_000])).tolist()
     assert list(map(_split_number, numbers)) == [(70_000, 65_000, 0), (70_000, 65_000, 9_000_000)]
@@ -213,12 +225,8 @@ def test_a_run_records_what_its_rewards_tell_apart(build, tmp_path):
     assert found["Letters"]["group_correlation"] == pytest.approx(1) and found["Share"]["group_variance"] == 0.0
     assert found["Never"]["applies"] == 0.0 and found["Same"]["equal_groups"] == 1.0
     logged = lines(tmp_path / "metrics.jsonl")[0]
-    assert {name.removeprefix("credit/") for name in logged if name.startswith("credit/")} == {
-        "groups_without_signal",
-        "sign_agreement",
-        "uncredited_at_turn",
-        "uncredited_up_to_turn",
-    }
+    names = {"groups_without_signal", "sign_agreement", "uncredited_at_turn", "uncredited_up_to_turn"}
+    assert {name.removeprefix("credit/") for name in logged if name.startswith("credit/")} == names
 
 
 def test_means_are_over_the_records_that_have_a_number():

@@ -8,12 +8,12 @@ from support.registered import keep
 from support.trainers import SEARCH, Answered, Calls, batch, logged, member
 from trl.trainer.utils import nanstd
 
-from mt_grpo.credit import ADVANTAGE_ESTIMATORS, estimate
-from mt_grpo.rewards import OutcomeReward, StateScore, TurnReward, reward
+from mt_grpo.credit import ADVANTAGE_ESTIMATORS, audit_rewards, estimate
+from mt_grpo.rewards import OutcomeReward, Scores, StateScore, TurnReward, reward
 from mt_grpo.rewards.base import REWARDS
 from mt_grpo.runlog import read_trajectories
-from mt_grpo.training.reward_batch import _state_ids, share_of_equal_groups
-from mt_grpo.trajectory import Trajectory, Turn
+from mt_grpo.training.reward_batch import _state_ids, gather_rewards, share_of_equal_groups
+from mt_grpo.trajectory import StopReason, Trajectory, Turn
 
 NONE = math.nan
 
@@ -43,16 +43,22 @@ def test_the_order_of_turns_and_rewards_makes_no_signal(build):
         def score(self, turn, trajectory, **row):
             return self.earned[member(trajectory.session)][turn.index]
 
-    class First(Earned):
-        earned = [[0.1, 97.3], [97.3, 0.1], [97.3, 0.1], [0.1, 97.3]]
-
-    class Second(Earned):
-        earned = [[0.7, 0.2], [0.2, 0.7], [0.7, 0.2], [0.2, 0.7]]
-
+    first = [[0.1, 97.3], [97.3, 0.1], [97.3, 0.1], [0.1, 97.3]]
+    second = [[0.7, 0.2], [0.2, 0.7], [0.7, 0.2], [0.2, 0.7]]
+    rewards = [type(name, (Earned,), {"earned": each})() for name, each in (("First", first), ("Second", second))]
     options = {"reward_weights": [0.3, 0.1], "advantage_estimator": "leave_one_out"}
     script = [SEARCH, "<answer>Lima</answer>"]
-    trainer = build(lambda session, turn: script[turn], rewards=((First(), Second()), ()), **options)
+    trainer = build(lambda session, turn: script[turn], rewards=(rewards, ()), **options)
     assert not batch(trainer)["advantages"].any()
+
+
+def test_a_conversation_without_a_turn_is_in_no_baseline():
+    made = [Trajectory([], turns, stop_reason=StopReason.ENV_DONE) for turns in ([], [Turn(0, {})], [Turn(0, {})])]
+    rewards, shown = gather_rewards(made, Scores([], [[5.0, 1.0, 2.0]]), torch.ones(1), 3)
+    for rule in ("reward_to_go", "grpo_or", "grpo_mr", "mt_grpo"):
+        assert estimate(rule, rewards)[:, 0].tolist() == pytest.approx([0.0, -(0.5**0.5), 0.5**0.5], abs=1e-3)
+    assert audit_rewards(rewards, torch.zeros(3, 1)).rewards[0].applies == 1
+    assert shown.tolist() == [[5.0], [1.0], [2.0]]  # as it was judged
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3])

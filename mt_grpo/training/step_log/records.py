@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import shlex
 import sys
@@ -10,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,9 @@ def _clip_flags(log_ratios: Tensor, advantages: Tensor, trained: Tensor, args: M
         return (ratios > high) & (advantages > 0)
     if args.loss_type in ("sapo", "vespo"):  # they weigh ratios smoothly
         return torch.zeros_like(trained)
-    clipped = (ratios < 1 - low) & (advantages < 0)
-    clipped |= (ratios > 1 + high) & (advantages > 0)
-    if args.delta is not None:
-        clipped |= (ratios > args.delta) & (advantages < 0)
-    return clipped
+    most = math.inf if args.delta is None else args.delta
+    down = (ratios < 1 - low) | (ratios > max(most, 1 + high))
+    return torch.where(advantages > 0, ratios > min(most, 1 + high), down & (advantages < 0))
 
 
 def _number_rows(step: int, k: int, rows: Tensor) -> Tensor:
@@ -358,7 +356,7 @@ def part_rows(credit: Credit, trajectories: Sequence[Trajectory], rows: Tensor |
                     "values": values[row][:turns],
                     "scales": None
                     if scales is None
-                    else [None if isnan(each) else each for each in scales[row][:turns]],
+                    else [None if math.isnan(each) else each for each in scales[row][:turns]],
                 }
                 for name, values, scales in columns
             ]
