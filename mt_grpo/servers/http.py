@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
@@ -25,6 +25,8 @@ import orjson
 from mt_grpo.concurrency import run
 from mt_grpo.errors import EngineError, ServerSetupError, WeightSyncError
 from mt_grpo.vllm_plugin import IDENTITY, StoredKey
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT = 5.0
 """Seconds after which a host that does not answer counts as unreachable."""
@@ -248,7 +250,7 @@ class Server:
                 raise self.setup_error(f"serves {roots}, not {model!r}: start it with this run's recipe.")
             text = _PROBE + "".join(sorted(tokenizer.get_added_vocab()))
             body = {"model": served["id"], "prompt": text, "add_special_tokens": False}
-            tokens = _found(await post("/tokenize", body), itemgetter("tokens"), f"POST {url}/tokenize")
+            tokens = find_in(await post("/tokenize", body), itemgetter("tokens"), f"POST {url}/tokenize")
             if tokens != tokenizer.encode(text, add_special_tokens=False):
                 raise self.setup_error(
                     "has a tokenizer that encodes text differently from the trainer's: start it with the model and "
@@ -263,7 +265,7 @@ class Server:
                     "has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
                     "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
                 ) from error
-            mode = _found(
+            mode = find_in(
                 info, lambda it: it["vllm_config"]["model_config"]["logprobs_mode"], f"GET {url}/server_info"
             )
             if mode != "processed_logprobs":
@@ -272,7 +274,7 @@ class Server:
                     "serve`, or with `--logprobs-mode processed_logprobs`."
                 )
             if several:
-                self.version = _found(await get("/version"), itemgetter("version"), f"GET {url}/version")
+                self.version = find_in(await get("/version"), itemgetter("version"), f"GET {url}/version")
             self.context_length = length
 
     async def _check_router(self, get: Callable[..., Awaitable[Any]]) -> None:
@@ -311,10 +313,10 @@ class Server:
         with contextlib.suppress(RequestFailed):
             self._call("POST", path, body, params, _LAST_WORDS)
 
-    def setting(self, config: object, section: str, name: str, kind: type) -> Any:
+    def setting(self, config: object, section: str, name: str, kind: Callable[[str], T]) -> T | None:
         """A setting in its configuration: `None` where the section is empty, `RequestFailed` where it is broken."""
         request = f"GET {self.url}/server_info"
-        return _found(config, lambda it: it[section] and kind(it[section][name]), request) or None
+        return find_in(config, lambda it: it[section] and kind(it[section][name]), request) or None
 
     def weight_version(self) -> str:
         """The weight version of the server."""
@@ -343,7 +345,7 @@ class Server:
         for delay in (*DELAYS, None):
             try:
                 answer = self._call(method, path, body, params, timeout or self.timeout)
-                return _found(answer, read, f"{method} {self.url}{path}")
+                return find_in(answer, read, f"{method} {self.url}{path}")
             except RequestFailed as error:
                 lost = isinstance(error.__cause__, (TimeoutError, aiohttp.ClientConnectorError))
                 passes = error.repeat or error.status == _NO_ROUTE
@@ -372,7 +374,7 @@ class Server:
         return _read_answer(f"{method} {self.url}{target}", status, answer)
 
 
-def _found(answer: object, read: _Read, request: str) -> Any:
+def find_in(answer: object, read: _Read, request: str) -> Any:
     """What `read` finds in an answer; `RequestFailed` if it is not there."""
     try:
         return read(answer)

@@ -29,7 +29,7 @@ from mt_grpo.media import IMAGE, SOUND, VIDEO, kind_of, to_file
 from mt_grpo.rollout.engines import Sample, SamplingParams
 from mt_grpo.servers.cache_scheduler import Turn
 from mt_grpo.servers.fleet import Owner, VLLMServers
-from mt_grpo.servers.http import RequestFailed, Server, ServerSetupError, _found, router_words
+from mt_grpo.servers.http import RequestFailed, Server, ServerSetupError, find_in, router_words
 from mt_grpo.token_tree import Routes
 
 _GENERATE = "/inference/v1/generate"
@@ -284,7 +284,7 @@ class VLLMServerClient(VLLMServers):
             body = orjson.dumps(_layout_request(self.model))
             try:
                 answer = await self._call(server, "POST", _RENDER, body)
-                server.layout = _found(answer, _Layout.read, f"POST {server.url}{_RENDER}")
+                server.layout = find_in(answer, _Layout.read, f"POST {server.url}{_RENDER}")
             except RequestFailed as error:
                 if error.status not in (403, 404):
                     raise
