@@ -228,7 +228,11 @@ def _check_processes(folder: Path, saved: Values, before: int, options: Values, 
     )
 
 
-_SHARDINGS = {"DeepSpeed": "global_step*", "FSDP": f"{FSDP_MODEL_NAME}*"}
+_SHARDINGS = {
+    "DeepSpeed ZeRO-3": "global_step*/zero_pp_rank_*_model_states.pt",
+    "DeepSpeed": "global_step*",
+    "FSDP": f"{FSDP_MODEL_NAME}*",
+}
 """What a checkpoint has whose processes shared the weights or the optimizer's state."""
 
 
@@ -237,14 +241,14 @@ def check_sharding(folder: Path, here: str | None) -> None:
     saved = next((kind for kind, pattern in _SHARDINGS.items() if any(folder.glob(pattern))), None)
     if saved == here:
         return
-    names = {None: "without sharding", "DeepSpeed": "under DeepSpeed", "FSDP": "under FSDP"}
-    configs = {None: "without it, as with `MULTI_GPU`", "DeepSpeed": "`zero2` or `zero3`", "FSDP": "`fsdp2`"}
+    made, runs = (f"under {kind}" if kind else "without sharding" for kind in (saved, here))
+    configs = {None: "without it, as with `MULTI_GPU`", "DeepSpeed": "`zero2`", "FSDP": "`fsdp2`"}
     model = "its model"
     if saved == "FSDP" and (folder / f"{FSDP_MODEL_NAME}_0").is_dir():
         model = f"what `accelerate merge-weights {folder / FSDP_MODEL_NAME}_0 FOLDER` makes of it"
     raise ConfigError(
-        f"The checkpoint {folder} was written {names[saved]}, and this run trains {names[here]}: launch it with an "
-        f"accelerate configuration {configs[saved]} as the run that wrote it, or begin a run with {model}."
+        f"The checkpoint {folder} was written {made}, and this run trains {runs}: launch it with an accelerate "
+        f"configuration {configs.get(saved, '`zero3`')} as the run that wrote it, or begin a run with {model}."
     )
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import EarlyStoppingCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
 
 from mt_grpo.data.images import naming_rows
 from mt_grpo.envs import EnvLike
@@ -167,7 +168,8 @@ class ResumableTrainer(GRPOTrainer):
         check_rows_suffice(self.args, self.train_dataset)
         checkpoint = resume_point(resume_from_checkpoint, self.args)
         if checkpoint is not None:
-            shards = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled}
+            zero3 = DistributedBackend(self.accelerator).is_zero3
+            shards = {"DeepSpeed ZeRO-3": zero3, "DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled}
             check_sharding(Path(checkpoint), next((kind for kind, given in shards.items() if given), None))
             adapter = self.model.peft_config["default"].to_dict() if is_peft_model(self.model) else None
             check_adapter(Path(checkpoint), adapter)

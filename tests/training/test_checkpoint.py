@@ -355,14 +355,16 @@ def test_other_processes_under_deepspeed_are_refused(of_two, tmp_path):
         of_two(1, options_of(8))
 
 
-SHARDINGS = {"global_step3": "DeepSpeed", "pytorch_model_fsdp_0": "FSDP", "pytorch_model_fsdp.bin": "FSDP", ".": None}
+ZERO3 = "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"
+SHARDINGS = {"global_step3": "DeepSpeed", ZERO3: "DeepSpeed ZeRO-3", ".": None}
+SHARDINGS |= {"pytorch_model_fsdp_0": "FSDP", "pytorch_model_fsdp.bin": "FSDP"}
 
 
-@pytest.mark.parametrize("here", [None, "DeepSpeed", "FSDP"])
+@pytest.mark.parametrize("here", dict.fromkeys(SHARDINGS.values()))
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_a_checkpoint_of_another_sharding_is_refused(tmp_path, name, here):
-    """transformers would raise for the one, and go on without the optimizer's state for the other."""
-    (tmp_path / name).mkdir(exist_ok=True)
+    """Libraries would raise for the one, and go on without the optimizer's state for the other."""
+    (tmp_path / name).mkdir(parents=True, exist_ok=True)
     made = SHARDINGS[name]
     problem = f"written (without|under) .*{made or 'sharding'}, and this"
     with nullcontext() if here == made else pytest.raises(ConfigError, match=problem) as refused:
