@@ -259,7 +259,7 @@ class _Batch:
                     policy.ended = policy.ended or StopReason.TIMEOUT
                     running.cancel()
                     await asyncio.wait([running], timeout=GRACE)
-                    abandon(running)
+                abandon(running)
                 self._runner.engine.release(request.session)
                 del self._runner.under_way[request.session]
             # 3. Why it ended; a bug of the engine ends the run, whatever the environment made of it

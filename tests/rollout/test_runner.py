@@ -396,6 +396,25 @@ async def test_a_run_that_is_cancelled_or_fails_leaves_nothing(env, tokenizer, e
     assert not engine.inside and asyncio.all_tasks() == {asyncio.current_task()}
 
 
+@in_loop
+async def test_a_run_that_fails_twice_logs_nothing_beside(env, tokenizer):
+    untold = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: untold.append(context))
+    for steps in range(16):  # of the loop, from one failure to the other
+        engine = GatedEngine(tokenizer, lambda *_: ZeroDivisionError("a bug"))
+        running = asyncio.ensure_future(play(RolloutRunner(env, engine), 2))
+        await engine.until_inside("000", "001")
+        engine.gates["000"].set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        engine.gates["001"].set()
+        with pytest.raises(ZeroDivisionError):
+            await running
+    del running
+    gc.collect()
+    assert not untold
+
+
 def test_a_check_holds_up_nobody_and_is_written_down(env, tokenizer):
     ended, held_up = threading.Event(), []
 
