@@ -40,6 +40,7 @@ POLL = 0.5
 """Seconds between looks at a server that is down."""
 _FIRST_TOLD = 10.0  # seconds after which a wait is told of again
 _CHECK_TIMEOUT = 60.0  # seconds for a call of the checks at the start
+_MEDIA = "multimodal_config"  # of a server's model, where it takes media
 _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 
 
@@ -265,9 +266,16 @@ class Server:
                     "has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
                     "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
                 ) from error
-            mode = find_in(
-                info, lambda it: it["vllm_config"]["model_config"]["logprobs_mode"], f"GET {url}/server_info"
+            mode, media = find_in(
+                info,
+                lambda it: [it["vllm_config"]["model_config"].get(name) for name in ("logprobs_mode", _MEDIA)],
+                f"GET {url}/server_info",
             )
+            if isinstance(media, dict) and media.get("mm_processor_cache_gb") == 0:
+                raise self.setup_error(
+                    "keeps no images, and dies of a request that names one: start it with `mt-grpo serve`, or without "
+                    "`--mm-processor-cache-gb 0`."
+                )
             if mode != "processed_logprobs":
                 raise self.setup_error(
                     f"reports log-probabilities as {mode!r}, not those it samples with: start it with `mt-grpo "

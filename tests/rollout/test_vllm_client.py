@@ -201,6 +201,7 @@ def test_a_key_that_is_given_is_the_only_one_that_is_tried(tokenizer, start, mon
 
 
 RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+FORGETFUL = {"logprobs_mode": "processed_logprobs", "multimodal_config": {"mm_processor_cache_gb": 0.0}}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,7 @@ RAW = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
         ({"/tokenize": (200, {"tokens": [1, 2]})}, "encodes text differently"),
         ({"/server_info": (404, {"detail": "Not Found"})}, "VLLM_SERVER_DEV_MODE=1"),
         ({"/server_info": (200, RAW)}, "processed_logprobs"),
+        ({"/server_info": (200, {"vllm_config": {"model_config": FORGETFUL}})}, "without `--mm-processor-cache-gb 0`"),
         ({"model": "other/model"}, "'other/model', not 'base'"),
         *(
             ({"/v1/models": (200, {"data": [{"id": "base", "root": "base", "max_model_len": length}]})}, "is no vLLM")
