@@ -104,6 +104,11 @@ def words(name: str) -> list[str]:
     return sorted({token.value for token in tokens if token.type == "string"})
 
 
+@lru_cache
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate(renderer(name).tokenizer, {}, calls=False)
+
+
 def outcome(function, *arguments):
     """What a call returns, or the kind of what it raises."""
     try:
@@ -120,8 +125,7 @@ def test_most_templates_are_among_those_compared():
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_reply_ids_equal_the_full_rendering_of_every_template(name, data):
-    chat = renderer(name)
-    template = ChatTemplate(chat.tokenizer, {}, calls=False)
+    chat, template = renderer(name), template_of(name)
     pieces = st.sampled_from([*words(name), " ", "\n", '{"a": [1, "b"]}', "Perú 🙂 北京", chat.end_of_turn, "<b>&\\"])
     contents = st.lists(pieces | st.text(max_size=8), max_size=4).map("".join)
     for content in data.draw(st.lists(contents, min_size=1, max_size=4)):

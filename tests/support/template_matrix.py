@@ -21,6 +21,7 @@ from trl import chat_template_utils as trl
 
 from mt_grpo.envs import MultiTurnToolEnv, Step
 from mt_grpo.rollout import ChatRenderer, RolloutRequest, RolloutRunner, SamplingParams, ScriptedEngine
+from mt_grpo.tools import Tool
 from mt_grpo.trajectory import StopReason, Trajectory
 from support.conversations import template_tokenizer
 from support.models import TEMPLATES
@@ -51,6 +52,8 @@ def find(query: str) -> str:
     """
     return f"About {query}."
 
+
+TOOLS = [Tool.from_function(look), Tool.from_function(find)]
 
 # How models write their turns
 
@@ -292,7 +295,7 @@ class Exchange(MultiTurnToolEnv):
 
     def __init__(self, scenario: str) -> None:
         words = "replies" in scenario
-        super().__init__([] if words else [look, find], "", 9, "plain" if words else "native")
+        super().__init__([] if words else TOOLS, "", 9, "plain" if words else "native")
         self.words = words
 
     async def step(self, turn):
