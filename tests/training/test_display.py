@@ -191,7 +191,7 @@ def test_the_proof_of_an_engine_is_waited_for_by_its_name(build, monkeypatch):
         said.append(trainer.step_log.activity.describe())
 
     monkeypatch.setattr("mt_grpo.training.trainer.prove_engine", prove)
-    trainer = build(script=None)
+    trainer = build(script=None, max_turn_length=8)
     trainer.rollout(1)
     assert said == ["waiting for the proof of the engine"]
 
