@@ -335,7 +335,8 @@ def _open(file: bytes, name: str) -> Picture:
         if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
             raise MediumError(f"{name} has more than {IN_MESSAGE.values:,} pixels: give a smaller one.") from error
         raise MediumError(
-            f"{name} cannot be read as an image: it is broken, or of no known kind ({', '.join(FORMATS)})."
+            f"{name} cannot be read as an image: it is broken, or of no known kind ({', '.join(FORMATS)}); save it as "
+            "one of these."
         ) from error
     if _size_of(image) > IN_MESSAGE.values:
         raise MediumError(
