@@ -128,9 +128,8 @@ def test_rules_are_given_streams_states_and_scores(build, progress):
 
 def test_a_state_is_what_the_environment_said_last():
     def made(*replies):
-        return _state_ids(
-            Trajectory([], [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)])
-        )
+        turns = [Turn(index, {}, replies=list(reply)) for index, reply in enumerate(replies)]
+        return _state_ids(Trajectory([], turns))
 
     said = {"role": "tool", "content": "Lima"}
     assert made() == [] and made([said]) == [0]
