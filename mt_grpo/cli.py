@@ -7,7 +7,6 @@ import functools
 import importlib
 import io
 import json
-import logging
 import os
 import signal
 import sys
@@ -24,16 +23,7 @@ from mt_grpo.app.request import OWN_OPTIONS, Request, check_new, check_places, r
 from mt_grpo.errors import ConfigError, UserError, refuse_first
 from mt_grpo.imports import did_you_mean
 from mt_grpo.options.rules import check_served
-from mt_grpo.preemption import (
-    PreemptedError,
-    ends_at_once,
-    is_said_here,
-    leave,
-    listening,
-    print_error,
-    run_interruptibly,
-    speaks,
-)
+from mt_grpo.preemption import PreemptedError, ends_at_once, leave, listening, print_error, run_interruptibly, speaks
 from mt_grpo.trajectory import visible
 
 if TYPE_CHECKING:
@@ -85,11 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mt-grpo {__version__}")
         return 0
     if name not in COMMANDS:
-        print(
-            f"mt-grpo: the command {name!r} is unknown; the commands are {', '.join(COMMANDS)}"
-            f"{did_you_mean(name, COMMANDS)}.",
-            file=sys.stderr,
-        )
+        known = f"the commands are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
+        print(f"mt-grpo: the command {name!r} is unknown; {known}.", file=sys.stderr)
         return 1
     line, path = COMMANDS[name]
     wanted = {"-h", "--help", "--help-all"}.intersection(arguments)
@@ -129,10 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in OWN_OPTIONS or error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _drop_output()
-        print(
-            f"mt-grpo: the output of `mt-grpo {name}` cannot be written ({error.strerror}): free some.",
-            file=sys.stderr,
-        )
+        said = f"the output of `mt-grpo {name}` cannot be written ({error.strerror}): free some."
+        print(f"mt-grpo: {said}", file=sys.stderr)
         return 1
 
 
@@ -208,8 +193,6 @@ def _train(arguments: list[str]) -> int:
 def _train_here(request: Request) -> int:
     ending, training = _load("training.ranks"), _load("app.train")
     dry_run, folder = request.own["dry_run"], request.values.get("output_dir") or "the `output_dir`"
-    for handler in filter(None, (logging.lastResort, *logging.getLogger("transformers").handlers)):
-        handler.addFilter(is_said_here)
     with ending.says_who_is_gone(folder):  # from the forming of their group to its end
         trainer, resolved = _prepare(request, writes=not dry_run)
         accelerator = trainer.accelerator

@@ -99,7 +99,7 @@ def left(folder: Path) -> bool:
 
 # A command
 
-_STORE_SECONDS = 5.0  # seconds that the launcher's store has to answer
+_STORE_TIMEOUT = timedelta(seconds=5)  # of the launcher's store
 _RESEND_SECONDS = 0.05  # seconds after which a signal that was lost comes once more
 _ENDINGS: dict[int, str] = {
     signal.SIGINT: "interrupted by Ctrl-C",
@@ -112,16 +112,13 @@ _ENDINGS: dict[int, str] = {
 def speaks(of: str) -> bool:
     """Whether this process says a thing: of those that torch's launcher began, the first that has it to say."""
     group = os.environ
-    if group.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True
-    from torch.distributed import DistError, TCPStore
+    if group.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from torch.distributed import DistError, TCPStore
 
-    try:
-        port, seconds = int(group["MASTER_PORT"]), timedelta(seconds=_STORE_SECONDS)
-        store = TCPStore(group["MASTER_ADDR"], port, is_master=False, timeout=seconds)
-        return store.add(f"mt-grpo {group['TORCHELASTIC_RESTART_COUNT']} {of}", 1) == 1
-    except DistError:  # the first host is gone
-        return True
+        with suppress(DistError):  # the first host is gone
+            store = TCPStore(group["MASTER_ADDR"], int(group["MASTER_PORT"]), is_master=False, timeout=_STORE_TIMEOUT)
+            return store.add(f"mt-grpo {group['TORCHELASTIC_RESTART_COUNT']} {of}", 1) == 1
+    return True
 
 
 def is_said_here(record: logging.LogRecord) -> bool:
@@ -145,10 +142,8 @@ def ends_at_once() -> Iterator[None]:
             os.write(2, f"mt-grpo: {_ENDINGS[number]}.\n".encode())
         os._exit(128 + number)
 
-    heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread():  # others may set no handler
-        heard = []
-    with _handled(heard, end):
+    main = threading.current_thread() is threading.main_thread()  # others may set no handler
+    with _handled([number for number in _ENDINGS if main and signal.getsignal(number) is not signal.SIG_IGN], end):
         yield
 
 
@@ -174,22 +169,20 @@ def run_interruptibly(command: Callable[[list[str]], int], arguments: list[str])
     hook, sys.unraisablehook = sys.unraisablehook, again
     # a shell that runs a command in the background has it ignore Ctrl-C, and nohup SIGHUP
     heard = [number for number in _ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
-    try:
-        return command(arguments)
-    except KeyboardInterrupt as error:
-        for number in heard:
-            signal.signal(number, signal.SIG_IGN)
-        number, *kept = error.args if isinstance(next(iter(error.args), None), int) else (signal.SIGINT,)
-        if os.environ.get("RANK", "0") == "0":
-            ending = _ENDINGS.get(number) or f"ended by {signal.Signals(number).name}"  # torch's launcher hears more
-            with suppress(OSError):  # the terminal may be gone
-                print(" ".join([f"mt-grpo: {ending}.", *kept]), file=sys.stderr, flush=True)
-        if len(times) > 1:  # ends the process here, with the same status for a shell
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        return 128 + number
-    finally:
-        sys.unraisablehook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handled(heard, interrupt):
+        try:
+            return command(arguments)
+        except KeyboardInterrupt as error:
+            for number in heard:
+                signal.signal(number, signal.SIG_IGN)
+            number, *kept = error.args if isinstance(next(iter(error.args), None), int) else (signal.SIGINT,)
+            if os.environ.get("RANK", "0") == "0":
+                ending = _ENDINGS.get(number) or f"ended by {signal.Signals(number).name}"  # of torch's launcher
+                with suppress(OSError):  # the terminal may be gone
+                    print(" ".join([f"mt-grpo: {ending}.", *kept]), file=sys.stderr, flush=True)
+            if len(times) > 1:  # ends the process here, with the same status for a shell
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return 128 + number
+        finally:
+            sys.unraisablehook = hook

@@ -195,11 +195,8 @@ def _launch(path: Path, request: Request) -> int:
             if failure.exitcode < 0:  # else it has said why by itself
                 name = signal.Signals(-failure.exitcode).name
                 memory = ", as a system does that has no memory left" if name == "SIGKILL" else ""
-                error = UserError(
-                    f"Process {rank} was ended by {name}{memory}: run the same command with `--resume_from_checkpoint "
-                    "auto` to go on from the last checkpoint."
-                )
-                print_error(error)
+                mend = "run the same command with `--resume_from_checkpoint auto` to go on from the last checkpoint."
+                print_error(UserError(f"Process {rank} was ended by {name}{memory}: {mend}"))
             return _status(failure.exitcode)
         except subprocess.CalledProcessError as error:
             return _status(error.returncode)

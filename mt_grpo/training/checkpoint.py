@@ -446,11 +446,7 @@ def remove_oldest(saved: Path, limit: int | None, best: str | None) -> None:
 
 def is_whole(folder: Path) -> bool:
     """Whether every process had finished writing a checkpoint, and what they wrote can be read."""
-    if not _path(folder, 0).exists() or _damage(folder) is not None:
-        return False
-    processes = _read(_path(folder, 0), mmap=True)["processes"]
-    paths = [folder / TRAINER_STATE_NAME, *(_path(folder, rank) for rank in range(processes))]
-    return all(path.exists() for path in paths)
+    return (folder / TRAINER_STATE_NAME).exists() and _path(folder, 0).exists() and _damage(folder) is None
 
 
 def _damage(folder: Path) -> str | None:

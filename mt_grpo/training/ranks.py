@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.concurrency import run
 from mt_grpo.errors import ConfigError, ServerGoneError, ServerSetupError, UserError, WeightSyncError
+from mt_grpo.preemption import is_said_here
 from mt_grpo.rewards import RewardError
 from mt_grpo.rollout import EngineError, RolloutError
 from mt_grpo.rollout.engines.transformers import on_device
@@ -63,7 +65,12 @@ class ProcessGoneError(UserError, RuntimeError):
 
 @contextmanager
 def says_who_is_gone(output_dir: str) -> Iterator[None]:
-    """Turns what a backend of torch raises into a sentence: no group was formed, or a process is gone."""
+    """
+    Turns what a backend of torch raises into a sentence: no group was formed, or a process is gone. What processes of
+    a group warn of alike is said once.
+    """
+    for handler in filter(None, (logging.lastResort, *logging.getLogger("transformers").handlers)):
+        handler.addFilter(is_said_here)
     try:
         yield
     except RuntimeError as error:
