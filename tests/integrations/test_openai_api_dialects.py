@@ -21,7 +21,7 @@ CUSTOM["input_schema"] = LOOKUP["function"]["parameters"]
 
 
 def check_loop(agent, instructed=True):
-    trajectory, runner = hold(agent, [call("Lima", "hm"), call("Peru"), f"Lima{END}"])
+    trajectory, runner = hold(agent, [call("Lima", "hm"), "Wait. " + call("Peru"), f"Lima{END}"])
     assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Lima")
     assert (trajectory.tree.num_sequences, trajectory.render_mismatch) == (1, None)
     assert [turn.has_result for turn in trajectory.turns] == [True, True, False]
@@ -39,7 +39,7 @@ def test_a_loop_over_chat_completions_is_one_sequence():
 @pytest.mark.parametrize("kept", ["nothing", "response", "items"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_loop_over_responses_is_one_sequence(kept, stream):
-    """Whether the client sends all, names the response it goes on from, or refers to parts by identifiers."""
+    """Whether the client sends all, names the response it goes on from, or refers to parts, calls before words."""
 
     async def ask(asking, **options):
         if not stream:
@@ -65,7 +65,7 @@ def test_a_loop_over_responses_is_one_sequence(kept, stream):
                 return response.output_text
             said = [item.model_dump(exclude_none=True) for item in response.output]
             if kept == "items":
-                said = [{"type": "item_reference", "id": item.id} for item in response.output]
+                said = [{"type": "item_reference", "id": item.id} for item in response.output[::-1]]
             previous = {"previous_response_id": response.id} if kept == "response" else {}
             given = results if previous else [*given, *said, *results]
 

@@ -214,8 +214,11 @@ class Responses(Dialect):
                     messages.append(latest := {"role": "assistant", "content": "", "tool_calls": []})
                 latest["tool_calls"].append({"type": "function", "id": item.get("call_id"), "function": function})
             elif kind == "message":
-                messages.append({"role": item.get("role"), "content": item.get("content"), "tool_calls": []})
-                latest = messages[-1] if item.get("role") == "assistant" else None
+                own = item.get("role") == "assistant"
+                if not own or latest is None or latest["content"]:  # else these words come after their calls
+                    messages.append(latest := {"tool_calls": []})
+                latest |= {"role": item.get("role"), "content": item.get("content")}
+                latest = latest if own else None
             else:
                 raise invalid(place, f"is of the type {kind!r}, which the policy does not read")
         return messages
@@ -226,26 +229,18 @@ class Responses(Dialect):
         self._conversations[name] = [*parsed.messages[parsed.instructed :], choice.message]
         self._items.update((item["id"], item) for item in items)
         usage, cut = _count_usage(choices), choice.finish_reason == "length"
-        whole = {
-            "id": name,
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "incomplete" if cut else "completed",
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": parsed.model,
-            "output": items,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [{**tool["function"], "type": "function", "strict": False} for tool in parsed.tools or ()],
-            "metadata": {},
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
-            },
+        tools = [{**tool["function"], "type": "function", "strict": False} for tool in parsed.tools or ()]
+        whole: Fields = {"id": name, "object": "response", "created_at": int(time.time())}
+        whole |= {"status": "incomplete" if cut else "completed", "error": None}
+        whole["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        whole |= {"model": parsed.model, "output": items, "parallel_tool_calls": True, "tool_choice": "auto"}
+        whole |= {"tools": tools, "metadata": {}}
+        whole["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
         }
         if not parsed.stream:
             yield orjson.dumps(whole)
