@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import sysconfig
 import textwrap
 import traceback
@@ -65,7 +66,7 @@ MOST_FRAMES = 20
 
 _OURS = f"{Path(__file__).parent}{os.sep}"
 _PYTHON = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"  # also of another environment
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,38 @@ def find_fault(error: BaseException) -> _Fault:
     """
     if isinstance(error, RemoteError):
         return error.fault
-    frames: list[traceback.FrameSummary] = []
+    frames, where = _theirs([])
     for one in _causes(error):
-        raised = traceback.extract_tb(one.__traceback__)
-        theirs = [frame for frame in raised if not _is_ours_or_python(frame.filename)]
-        frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)] or theirs
+        frames, where = _theirs(traceback.extract_tb(one.__traceback__))
         if frames:
             error = one
             break
     shown = frames or traceback.extract_tb(error.__traceback__)[-1:]
     of_frames = textwrap.dedent("".join(traceback.StackSummary.from_list(shown[-MOST_FRAMES:]).format()))
     text = of_frames + "".join(traceback.format_exception_only(error))
-    where = f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else None
     return _Fault(where, text.strip())
 
 
+def find_standing(thread: int, work: object) -> str | None:
+    """Where users' code stands in a coroutine that waits or, where it runs or has not begun, in its thread."""
+    frame = sys._current_frames().get(thread)
+    stack = [] if frame is None else [*traceback.extract_stack(frame)]
+    while inspect.iscoroutine(work) and work.cr_frame is not None:
+        stack += traceback.extract_stack(work.cr_frame, limit=1)
+        work = work.cr_await
+    return _theirs(stack)[1]
+
+
+def _theirs(frames: list[traceback.FrameSummary]) -> tuple[list[traceback.FrameSummary], str | None]:
+    """Frames of users' code, and the place of the innermost."""
+    theirs = [frame for frame in frames if not _is_ours_or_python(frame.filename)]
+    theirs = [frame for frame in theirs if not any(each in frame.filename for each in _INSTALLED)] or theirs
+    return theirs, f"{theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name}" if theirs else None
+
+
 def _is_ours_or_python(file: str) -> bool:
-    return file.startswith((_OURS, "<frozen")) or (file.startswith(_PYTHON) and not file.startswith(_INSTALLED))
+    installed = any(each in file for each in _INSTALLED)
+    return file.startswith((_OURS, "<frozen")) or (file.startswith(_PYTHON) and not installed)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -83,11 +83,13 @@ def test_an_error_of_ours_has_its_innermost_frame():
     assert fault.where is None and fault.traceback.startswith("File") and fault.traceback.endswith("a bug")
 
 
-def test_a_folder_whose_name_begins_as_ours_is_the_user_s():
+def test_whose_a_frame_is_is_told_by_its_folder():
     file = f"{Path(find_fault.__code__.co_filename).parent}_of_mine/tools.py"
     found = {}
     exec(compile("def bug():\n    raise ValueError('a bug')", file, "exec"), found)
     assert find_fault(caught(found["bug"])).where.startswith(file) and file in defined_at(found["bug"])
+    exec(compile("def bug():\n    raise ValueError('a bug')", "/base/lib/python3/dist-packages/a.py", "exec"), found)
+    assert find_fault(caught(lambda: found["bug"]())).where.startswith(__file__)
 
 
 def test_an_error_that_cannot_be_written_as_text_is_shown():

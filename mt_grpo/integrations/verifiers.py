@@ -104,7 +104,6 @@ def _kept_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-REWARD = "reward"  # name of an environment's reward if its parts do not add up to it
 STOPPED = {
     "max_turns_reached": StopReason.MAX_STEPS,
     "timeout_reached": StopReason.TIMEOUT,
@@ -164,7 +163,7 @@ class _LegacyEnvironment:
         weights = dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
         rewards = {name: weights[name] * value for name, value in metrics.items() if weights.get(name)}
         if not math.isclose(sum(rewards.values()), output["reward"], rel_tol=1e-6, abs_tol=1e-9):
-            rewards = {REWARD: output["reward"]}  # the rubric overrides how rewards are combined
+            rewards = {"reward": output["reward"]}  # the rubric overrides how rewards are combined
         return rewards, metrics
 
 

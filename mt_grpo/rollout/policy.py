@@ -213,6 +213,7 @@ class ConversationPolicy:
         self.tokenizer, self.context_length = sampler.engine.tokenizer, sampler.engine.context_length
         self.sampled: tuple[list[int], list[float]] = ([], [])
         self.no_room: str | None = None
+        self.stands: str | None = None  # where users' code of another thread stood when its time was over
         self.rewrote = False
         self.failure: Exception | None = None
         self.before_turn: Callable[[Sequence[Message]], Awaitable[None]] | None = None

@@ -310,10 +310,10 @@ class _Batch:
     def _end(self, trajectory: Trajectory, running: asyncio.Future[Outcome], policy: ConversationPolicy) -> None:
         """Sets stop reason, error and outcome of a trajectory."""
         if policy.ended is StopReason.TIMEOUT:
-            trajectory.stop_reason = policy.ended
+            trajectory.stop_reason, trajectory.where = policy.ended, policy.stands
             trajectory.error = f"The conversation took longer than {self._limits.rollout_timeout:g} s."
         elif policy.ended is not None:
-            trajectory.stop_reason = policy.ended
+            trajectory.stop_reason, trajectory.where = policy.ended, policy.stands
             trajectory.error = f"The environment took longer than {self._limits.idle_timeout:g} s between two turns."
         elif running.cancelled():
             trajectory.stop_reason, trajectory.error = StopReason.ENV_ERROR, "The environment cancelled itself."

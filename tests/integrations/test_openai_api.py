@@ -378,7 +378,7 @@ def test_the_door_is_shut_for_strangers():
         await told(401, f"{base}/models", "")
         await told(401, f"{base}/models", "x")
         await told(403, f"{base}/models", Host="evil.example")
-        await told(404, f"{base}/nothing")
+        await told(404, f"{base}/nothing", "", **{"x-goog-api-key": client.api_key})
         await told(400, f"{base}/chat/completions", body={"content": b"{"})
         await told(404, f"{server}/zzz/v1/chat/completions", body={"json": ASKED})
         await told(404, f"{server}/v1/chat/completions", body={"json": ASKED})

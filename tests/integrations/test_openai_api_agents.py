@@ -32,7 +32,6 @@ ONE = {"reward": 1.0}
 
 
 def once(result):
-
     async def agent(row, client):
         await reply(client, user("Q1"))
         return result
@@ -85,8 +84,10 @@ def test_an_agent_that_blocks_for_good_is_left_behind():
         await reply(client, user("Q1"))
         go.wait()
 
-    trajectory, _ = hold(stuck, idle_timeout=1.5, fails=True)
-    assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == 1
+    for agent in (stuck, lambda row, client: (blocking(row, client), go.wait())):
+        trajectory, _ = hold(agent, idle_timeout=1.5, fails=True)
+        assert trajectory.stop_reason is StopReason.ENV_ERROR and len(trajectory.turns) == 1
+        assert trajectory.where.startswith(__file__) and trajectory.where.endswith(f", in {agent.__name__}")
     # its loop is given up once it has been silent for long enough
     until(lambda: hold(once(1.0), idle_timeout=1.0, fails=True)[0].env_rewards == ONE, limit=60.0)
     go.set()
@@ -149,7 +150,7 @@ def test_an_agent_that_goes_wrong_keeps_its_turns(agent, limits, reason, told):
     cancelled.clear()
     trajectory, runner = hold(agent, fails=told is not None, **limits)
     assert trajectory.stop_reason == reason and trajectory.turns and (told or "") in (trajectory.error or "")
-    assert agent is not hangs or cancelled.wait(60.0)
+    assert agent is not hangs or cancelled.wait(60.0) and "in hangs" in trajectory.where
     check_whole(trajectory, runner)
 
 
@@ -361,7 +362,6 @@ def test_a_program_reaches_the_policy(program, answer, monkeypatch):
 
 
 def elsewhere(**given):
-
     def leads_away(row, client):
         openai.OpenAI(max_retries=0, **given).chat.completions.create(model="m", messages=user("Q1"))
 
@@ -413,16 +413,14 @@ def test_refusals_after_a_turn_are_the_agents_affair_and_kept():
     trajectory, _ = hold(agent)
     assert trajectory.env_rewards == {"reward": 0.5} and sum(trajectory.refusals.values()) == 23
     why = list(trajectory.refusals)
-    assert "/v1/embeddings" in why[0] and "bytes" in why[1] and why[2].startswith("`field0`")
+    assert "/v1/embeddings: POST to chat/completions" in why[0] and "bytes" in why[1] and why[2].startswith("`field0`")
     assert len(why) == 17 and trajectory.refusals["other reasons"] == 7
     (line,) = rollout_lines(Batch("train", 0, 0, 1, [0], [trajectory]), 0)
     (finding,) = [each.sentence for each in find(Counts().add([line])) if each.kind == "refused"]
     assert "in 1 of 1 conversation" in finding and "/v1/embeddings" in finding
 
 
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-)
+STUBBORN = "from signal import *; import time; signal(SIGTERM, SIG_IGN); print('up', flush=True); time.sleep(600)"
 
 
 def running(marker: str) -> list[psutil.Process]:

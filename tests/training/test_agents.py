@@ -98,7 +98,7 @@ def test_a_failing_agent_does_not_end_the_run(build):
         ({"agent": "a.b", "system_prompt": "S"}, "`system_prompt` and `agent` are both set"),
         ({"agent": "a.b", "env": "c.d"}, "`env` and `agent` both say who answers the model"),
         ({"agent": "a.b", "multi_turn_scheduler": "gym_scheduler"}, "both set, and a scheduler holds"),
-        ({"agent": "json.JSONDecoder"}, "give a function that is called with the row and the client"),
+        ({"agent": "json.detect_encoding"}, "): give a function that is called with the row and the client"),
         ({"environments": {"one": {"agent": "json.loads", "tools": TOOLS}}}, "`agent` of `environments: one`"),
         ({"environments": {"one": {"agent": {"host": "h"}}}}, "`environments: one: agent` has to name"),
         # environments of verifiers

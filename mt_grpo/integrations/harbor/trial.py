@@ -581,7 +581,7 @@ async def _work(
     working, over = asyncio.ensure_future(run(**arguments)), asyncio.ensure_future(asked.over.wait())
     try:
         while left > 0:
-            begun, waits = time.monotonic(), asked.asking
+            begun, waits = time.monotonic(), asked.retries.waiting
             done, _ = await asyncio.wait([working, over], timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
             if working in done:
                 try:

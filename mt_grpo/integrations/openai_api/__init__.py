@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ from mt_grpo.concurrency import LoopThread, OnePerProcess, abandon, begin, in_th
 from mt_grpo.envs.env import ConversationEnded, Outcome
 from mt_grpo.envs.protocols import PROTOCOLS, CallProtocol
 from mt_grpo.envs.source import EnvSource, environment
-from mt_grpo.errors import ConfigError, defined_at, describe_error
+from mt_grpo.errors import ConfigError, defined_at, describe_error, find_standing
 from mt_grpo.imports import import_object
 from mt_grpo.integrations.openai_api.conversation import Conversation, Endpoint
 from mt_grpo.options.table import Values
@@ -111,8 +112,7 @@ class Command:
             "OPENAI_API_KEY": client.api_key,
             "ANTHROPIC_BASE_URL": client.base_url.removesuffix("/v1"),  # its clients add it
             "ANTHROPIC_API_KEY": client.api_key,
-            "no_proxy": hosts,
-            "NO_PROXY": hosts,
+            **dict.fromkeys(("no_proxy", "NO_PROXY"), hosts),
         }
         start = asyncio.get_running_loop().subprocess_exec
         starting = asyncio.ensure_future(start(_Process, *self.arguments, env=variables, start_new_session=True))
@@ -123,7 +123,8 @@ class Command:
         finally:
             _, process = await starting
             await process.end()
-        code, (output, errors) = process.transport.get_returncode() or 0, process.output()
+        code = process.transport.get_returncode() or 0
+        output, errors = (process.written[fd].decode(errors="replace") for fd in (1, 2))
         if code != 0:
             names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
             ended = f"was ended by {names.get(-code, f'signal {-code}')}"
@@ -139,14 +140,14 @@ class _Process(asyncio.SubprocessProtocol):
 
     def __init__(self) -> None:
         self._exited, self._closed = asyncio.Event(), asyncio.Event()
-        self._written = {1: b"", 2: b""}
+        self.written = {1: b"", 2: b""}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.SubprocessTransport)
         self.transport = transport
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self._written[fd] = (self._written[fd] + data)[-_KEPT:]
+        self.written[fd] = (self.written[fd] + data)[-_KEPT:]
 
     def process_exited(self) -> None:
         self._exited.set()
@@ -177,9 +178,6 @@ class _Process(asyncio.SubprocessProtocol):
             finally:
                 self.transport.close()
 
-    def output(self) -> tuple[str, str]:
-        return self._written[1].decode(errors="replace"), self._written[2].decode(errors="replace")
-
     def _kill(self, how: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.transport.get_pid(), how)
@@ -195,11 +193,10 @@ def _result(output: str) -> object:
     lines = output.strip().splitlines()
     if not lines:
         return None
-    try:
-        value = json.loads(lines[-1])
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, (dict, int, float, str)) else lines[-1].strip()
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(lines[-1]), (dict, int, float, str)):
+            return value
+    return lines[-1].strip()
 
 
 _STUCK = 2.0  # seconds without an answer after which a loop counts as blocked, and further agents get another one
@@ -226,9 +223,6 @@ class _AgentLoop(LoopThread):
 
 
 _agents = OnePerProcess(_AgentLoop)
-
-
-REWARD = "reward"  # name of a reward that an agent returns as a bare number
 
 
 Agent = Callable[..., Any] | Command  # `solve(row, client)`, `async` or not, or a program
@@ -274,8 +268,8 @@ def _agent_of_options(options: Values) -> AgentSource:
             inspect.signature(agent).bind({}, None)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"`agent: {given['function']}` leads to {agent!r}: give a function that is called with the row "
-                "and the client."
+                f"`agent: {given['function']}` leads to {agent!r}{defined_at(agent)}: give a function that is called "
+                "with the row and the client."
             ) from error
     host = given.get("host", "127.0.0.1")
     try:
@@ -299,6 +293,7 @@ class AgentEnv:
 
     def __init__(self, source: AgentSource) -> None:
         self._source = source
+        self._at: tuple[int, object] = (0, None)  # the agent's thread, and its coroutine
 
     async def run(self, policy: ConversationPolicy, row: Mapping[str, object]) -> Outcome:
         """Runs the agent on a row. A limit that ended the conversation is its stop reason."""
@@ -345,9 +340,11 @@ class AgentEnv:
             return await working if working.done() else None
         finally:
             asking.cancel()
-            if isinstance(self._source.agent, Command) and not working.done():  # end its processes
-                working.cancel()
-                await asyncio.wait([working])
+            if not working.done():
+                conversation.policy.stands = find_standing(*self._at)
+                if isinstance(self._source.agent, Command):  # end its processes
+                    working.cancel()
+                    await asyncio.wait([working])
             abandon(working)
 
     async def _call(self, row: Mapping[str, object], client: AgentClient) -> object:
@@ -355,8 +352,13 @@ class AgentEnv:
         if isinstance(agent, Command):
             return await agent(row, client)
         waiting: Awaitable[object] | None = None
+
+        def blocking() -> object:
+            self._at = threading.get_ident(), None
+            return agent(row, client)
+
         if not inspect.iscoroutinefunction(agent):
-            result = await in_thread(partial(agent, row, client), name)
+            result = await in_thread(blocking, name)
             if not inspect.isawaitable(result):
                 return result
             waiting = result
@@ -368,10 +370,12 @@ class AgentEnv:
                 await client.close()
 
         async def named() -> object:
-            return await begin(work(), name)
+            self._at = self._at[0], (working := work())
+            return await begin(working, name)
 
         agents = _agents.get(fit=lambda loop: loop.lives)  # of all agents: they may share clients and locks
         agents.ask()
+        self._at = agents.thread.ident or 0, None
         return await agents.run(named())
 
     async def close(self) -> None:
@@ -382,21 +386,16 @@ def _read_result(result: object, name: str) -> Outcome:
     """An agent's result as an outcome."""
     if isinstance(result, Outcome):
         return result
-    if isinstance(result, str):
-        return Outcome(stop_reason=StopReason.ANSWERED, answer=result)
-    if isinstance(result, numbers.Real):
-        return Outcome({REWARD: float(result)})
-    if result is None:
-        return Outcome()
-    fault = (
-        f"{type(result).__name__}: return a reward, a mapping from names of rewards to numbers, the answer as text, "
-        "or nothing"
-    )
-    if isinstance(result, dict):
-        answer = result.get("answer")
-        if isinstance(answer, (str, type(None))):
-            given = {key: value for key, value in result.items() if key != "answer"}
-            rewards = {key: finite(value, f"{name}: the reward {key!r}") for key, value in given.items()}
-            return Outcome(rewards, None if answer is None else StopReason.ANSWERED, answer)
-        fault = f"{type(answer).__name__} as `answer`: return text"
-    raise TypeError(f"{name} returned {fault}.")
+    if result is None or isinstance(result, str):
+        result = {"answer": result}
+    elif isinstance(result, numbers.Real):
+        result = {"reward": result}
+    if not isinstance(result, dict):
+        right = "a reward, a mapping from names of rewards to numbers, the answer as text, or nothing"
+        raise TypeError(f"{name} returned {type(result).__name__}: return {right}.")
+    answer = result.get("answer")
+    if not isinstance(answer, (str, type(None))):
+        raise TypeError(f"{name} returned {type(answer).__name__} as `answer`: return text.")
+    given = {key: value for key, value in result.items() if key != "answer"}
+    rewards = {key: finite(value, f"{name}: the reward {key!r}") for key, value in given.items()}
+    return Outcome(rewards, None if answer is None else StopReason.ANSWERED, answer)

@@ -72,13 +72,9 @@ class _Calls:
         if self._protocol is not None:
             return {"stop": (*self._protocol.stop, *parsed.stop), "protocol": self._protocol}
         if parsed.tools is not None and self._tokenizer.response_template is None:
-            raise ApiError(
-                400,
-                "Nothing is known that reads tool calls of the model's chat template: set `response_template` on the "
-                "tokenizer, or `call_protocol: tags` in the recipe.",
-                "invalid_value",
-                "tools",
-            )
+            says = "Nothing is known that reads tool calls of the model's chat template: set `response_template` on "
+            says += "the tokenizer, or `call_protocol: tags` in the recipe."
+            raise ApiError(400, says, "invalid_value", "tools")
         if parsed.tools != self._tools:  # keep the same list object: the renderer is found by it
             self._tools = parsed.tools
         protocol = None if parsed.tools is None else _NATIVE if parsed.reads_calls else _UNREAD
@@ -244,11 +240,6 @@ class Conversation:
         self._returned, self.retries = _ReturnedMessages(), _Retries()
         self._refused = 0
 
-    @property
-    def asking(self) -> bool:
-        """Whether the agent waits for an answer."""
-        return self.retries.waiting > 0
-
     async def choices(self, parsed: ParsedRequest) -> list[Choice]:
         self.asked = True
         options = self._calls.options(parsed)
@@ -355,27 +346,24 @@ class _UnauthorizedAttempts:
     """Counts requests without a conversation's key, or that are no HTTP, for one log line."""
 
     def __init__(self) -> None:
-        self._count, self._told = 0, False
+        self.count, self._told = 0, False
         self.log = logging.Logger(f"{__name__}.http")  # outside the tree of loggers: it writes nothing itself
         self.log.addFilter(self._judge)
 
-    def note(self) -> None:
-        self._count += 1
-
     def warn(self) -> None:
         """Logs their number, once."""
-        if self._count and not self._told:
+        if self.count and not self._told:
             self._told = True
             logger.warning(
                 "Requests that the server of the agents refused: %d so far. They are no HTTP, or have no key of a "
                 "conversation; agents find theirs in `client.api_key` or `OPENAI_API_KEY`. This is said once.",
-                self._count,
+                self.count,
             )
 
     def _judge(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
-            self.note()
+            self.count += 1
         elif isinstance(error, (web.RequestPayloadError, ConnectionError)):
             pass  # a damaged body or a closed connection, which is answered elsewhere
         elif record.levelno >= logging.ERROR:  # a bug
@@ -470,7 +458,8 @@ class Endpoint:
         except web.HTTPRequestEntityTooLarge:
             error = ApiError(413, f"The request has more than {_LARGEST} bytes.", "request_too_large")
         except web.HTTPException as wrong:
-            error = ApiError(wrong.status, f"There is no {request.method} {request.path}.", "not_found")
+            says = f"There is no {request.method} {request.path}: POST to chat/completions, messages or responses."
+            error = ApiError(wrong.status, says, "not_found")
         except web.RequestPayloadError:
             error = ApiError(400, "The body of the request is damaged: its encoding is not what its headers say.")
         except ApiError as refusal:
@@ -489,11 +478,11 @@ class Endpoint:
         except ValueError:  # a port that is none, for instance
             host = None
         if self.host in _LOOPBACK and host not in _LOOPBACK:  # a page in a browser, by DNS rebinding
-            self._unauthorized.note()
+            self._unauthorized.count += 1
             raise ApiError(403, f"This server is for {self.host} alone.", "wrong_host")
         key = self._key(request)
         if key != self.relay_key and key not in self._keys and key not in self._ended:
-            self._unauthorized.note()
+            self._unauthorized.count += 1
             raise ApiError(401, "The API key is missing or wrong.", "invalid_api_key")
 
     def _session(self, request: web.Request) -> str | None:
@@ -501,7 +490,8 @@ class Endpoint:
 
     def _key(self, request: web.Request) -> str:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        other = request.headers.get("x-api-key", request.headers.get("x-goog-api-key", ""))
+        return key.strip() if scheme.lower() == "bearer" else other
 
     def _found(self, request: web.Request) -> Conversation:
         """The conversation that a request names, if its key is right."""

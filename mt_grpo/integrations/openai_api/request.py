@@ -20,21 +20,19 @@ NO_ROOM = "context_length_exceeded"  # code of an error that clients know: no to
 OVER = "conversation_ended"  # code of the error of a request that comes too late
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A refused request, in the form that OpenAI's clients read."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        param: str | None = None,
-        again: bool = False,
-        details: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.again = status, message, code, param, again
-        self.details = details
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    again: bool = False
+    details: dict[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @classmethod
     def of_end(cls, ended: ConversationEnded) -> ApiError:
