@@ -558,13 +558,13 @@ def finish_dry_run(trainer: MTGRPOEnvTrainer, resolved: dict[str, Any]) -> None:
     if trainer.weight_sync is not None:
         trainer.weight_sync.close()
     if trainer.accelerator.is_main_process:
-        print(yaml.safe_dump(resolved, sort_keys=True), end="", flush=True)
+        said = [examine_template(trainer.runner.renderer)]
         if trainer.replay is None:
             with naming_rows({"training dataset": trainer.train_dataset}):
                 rows = first_rows(trainer.train_dataset, source_of(trainer.env))
-            for row in rows:
-                print(_shown(trainer, row), file=sys.stderr)
-        print(examine_template(trainer.runner.renderer), file=sys.stderr)
+            said[:0] = [_shown(trainer, row) for row in rows]
+        print(yaml.safe_dump(resolved, sort_keys=True), end="", flush=True)
+        print(*said, sep="\n", file=sys.stderr)
         print("mt-grpo: everything is in place for this run; nothing was sampled or written.", file=sys.stderr)
 
 

@@ -72,12 +72,6 @@ def test_what_the_model_is_shown_is_printed(recipe, dry_run, options, shown):
     )
 
 
-def test_a_first_prompt_that_cannot_be_rendered_ends_it(recipe, dry_run):
-    status, _, said = dry_run(*recipe(model_name_or_path="embedded", env="test_dry_run.Refuses"))
-    assert status == 1 and "The first prompt cannot be rendered: KeyError: 'topic'" in said
-    assert "everything is in place" not in said
-
-
 def test_one_prompt_of_each_environment_is_printed(recipe, tmp_path, dry_run):
     rows = [{"prompt": f"{name}?", "answer": "1", "environment": name} for name in ("sums", "words") for _ in range(4)]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -130,6 +124,7 @@ def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, dry_run):
     ("keys", "message"),
     [
         ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
+        ({"env": "test_dry_run.Refuses"}, "The first prompt cannot be rendered: KeyError: 'topic'"),
         ({"per_device_train_batch_size": 12}, "has 4 rows"),
         ({"optim": "lomo"}, "pip install lomo-optim"),
         ({"adam_beta2": 2.0}, "cannot be made from these options: Invalid beta parameter at index 1: 2.0."),
