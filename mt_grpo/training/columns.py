@@ -299,9 +299,7 @@ def check_rows_suffice(args: MTGRPOConfig, dataset: Rows, dropped: int = 0) -> N
 
 
 def check_reward_columns(
-    rewards: Sequence[RewardFunc],
-    train_dataset: Rows | None,
-    eval_dataset: Rows | dict[str, Rows] | None,
+    rewards: Sequence[RewardFunc], train_dataset: Rows | None, eval_dataset: Rows | dict[str, Rows] | None
 ) -> None:
     """Checks that every reward can be called with the columns of each dataset, or a stream's first row."""
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():

@@ -439,10 +439,7 @@ class ResumableTrainer(GRPOTrainer):
         folder = self._checkpoint_folder(trial)
         limit, self.args.save_total_limit = self.args.save_total_limit, None  # earlier ones stay until this is whole
         try:
-            with (
-                self.step_log.activity.of(folder.name),
-                says_what_cannot_be_written(folder, self.args.output_dir),
-            ):
+            with self.step_log.activity.of(folder.name), says_what_cannot_be_written(folder, self.args.output_dir):
                 clear_checkpoint(folder, self.args)  # of one that was written before the run went back behind it
                 super()._save_checkpoint(model, trial)
                 save_reference(folder, self.args, self.accelerator, self.ref_model)

@@ -25,9 +25,7 @@ class Silent(MultiTurnToolEnv):
         return [{"role": "user", "content": str(prompt)}]
 
 
-class Refuses(MultiTurnToolEnv):
-    def start(self, prompt):
-        raise KeyError("topic")
+Refuses = type("Refuses", (MultiTurnToolEnv,), {"start": None})
 
 
 @pytest.fixture
@@ -124,15 +122,12 @@ def test_an_earlier_run_is_refused_or_left_alone(recipe, tmp_path, dry_run):
     ("keys", "message"),
     [
         ({"outcome_reward_funcs": ["exact_match"]}, "exact_match_reward_func"),
-        ({"env": "test_dry_run.Refuses"}, "The first prompt cannot be rendered: KeyError: 'topic'"),
+        ({"env": "test_dry_run.Refuses"}, "The first prompt cannot be rendered: TypeError: 'NoneType' obj"),
         ({"per_device_train_batch_size": 12}, "has 4 rows"),
         ({"optim": "lomo"}, "pip install lomo-optim"),
         ({"adam_beta2": 2.0}, "cannot be made from these options: Invalid beta parameter at index 1: 2.0."),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set through"),
-        (
-            {"use_peft": True, "lora_target_modules": "*.q_proj"},
-            "`lora_target_modules: *.q_proj` is no regular expres",
-        ),
+        ({"use_peft": True, "lora_target_modules": "*.q_proj"}, "`lora_target_modules: *.q_proj` is no regular"),
         (
             {"use_peft": True, "lora_target_modules": ["q_proj"], "lora_modules_to_save": ["heads"]},
             "`lora_modules_to_save` names 'heads', and the model has no such layer.",

@@ -20,14 +20,8 @@ from mt_grpo.viewer.runs import Runs
 
 POISON = f"_{'w' * 90} {HOSTILE} \u202eside\u202c {'long words of a name ' * 8}"
 VIEWS = ("overview", "find", "groups", "group", "trajectory", "compare", "context", "beside")
-UNDER_WAY = {
-    "session": "s",
-    "turns": 2,
-    "tokens": 31,
-    "start": 0.0,
-    "waits_for": "tools",
-    "prompt": "What <b>now</b>?",
-}
+UNDER_WAY = {"session": "s", "turns": 2, "tokens": 31, "start": 0.0, "waits_for": "tools"}
+UNDER_WAY["prompt"] = "What <b>now</b>?"
 AT = {"step": 3, "of": 40, "waits_for": "sampling", "under_way": [UNDER_WAY]}
 
 LINES = """cell => {
@@ -401,8 +395,7 @@ def test_a_run_under_way_is_shown_and_then_its_end(browser, run_folder, tmp_path
         page.wait_for_selector("main:has-text('before its last step')")
         with suppress(KeyboardInterrupt), Heartbeat(folder, lambda: AT).beating():
             raise KeyboardInterrupt
-        page.wait_for_selector("#state:has-text('stopped: Ctrl-C')")
-        assert page.inner_text("#state").endswith("stopped: Ctrl-C")  # with or without a checkpoint
+        page.wait_for_function("() => document.querySelector('#state').textContent.endsWith('stopped: Ctrl-C')")
         page.locator("a.flow").first.click()
         shown(page, "trajectory")
 
