@@ -40,7 +40,6 @@ POLL = 0.5
 """Seconds between looks at a server that is down."""
 _FIRST_TOLD = 10.0  # seconds after which a wait is told of again
 _CHECK_TIMEOUT = 60.0  # seconds for a call of the checks at the start
-_MEDIA = "multimodal_config"  # of a server's model, where it takes media
 _LAST_WORDS = 10.0  # seconds for a call that tidies up after a failure
 
 
@@ -266,11 +265,8 @@ class Server:
                     "has no endpoints for weight sync: start it with `mt-grpo serve`, or with "
                     "`VLLM_SERVER_DEV_MODE=1` in its environment and `--middleware mt_grpo.vllm_plugin.guard.Guard`."
                 ) from error
-            mode, media = find_in(
-                info,
-                lambda it: [it["vllm_config"]["model_config"].get(name) for name in ("logprobs_mode", _MEDIA)],
-                f"GET {url}/server_info",
-            )
+            config = find_in(info, lambda it: dict(it["vllm_config"]["model_config"]), f"GET {url}/server_info")
+            media, mode = config.get("multimodal_config"), config.get("logprobs_mode")
             if isinstance(media, dict) and media.get("mm_processor_cache_gb") == 0:
                 raise self.setup_error(
                     "keeps no images, and dies of a request that names one: start it with `mt-grpo serve`, or without "

@@ -323,14 +323,13 @@ def test_a_tower_is_sent_by_the_names_of_its_checkpoint(tmp_path):
 
 def test_an_adapter_of_layers_that_see_is_not_sent(sync_of):
     """vLLM would leave them out, and the probe shows no image."""
-
-    def sync_with(layers):
-        model = build_vision_model(build_processor().tokenizer)
-        sync_of(kind=LoraTransport, model=get_peft_model(model, LoraConfig(target_modules=layers)))
-
+    whole, text = (
+        get_peft_model(build_vision_model(build_processor().tokenizer), LoraConfig(target_modules=layers))
+        for layers in ("all-linear", ".*language_model.*_proj")
+    )
     with pytest.raises(ConfigError, match=r"is of model.visual.blocks.0.attn.qkv too: .*`weight_sync: safetensors`"):
-        sync_with("all-linear")
-    sync_with(r".*language_model.*_proj")
+        sync_of(kind=LoraTransport, model=whole)
+    sync_of(kind=LoraTransport, model=text)
 
 
 def test_a_server_is_resumed_though_the_pause_was_interrupted():
