@@ -195,7 +195,7 @@ class Trajectory:
             minus the sampled one; `None` for a turn that it did not read.
         teacher_hint (`str`, *optional*): What only the teacher was shown before each turn.
         start (`float`, *optional*): When it began, in seconds since 1970 (UTC).
-        where (`str`, *optional*): Where the user's code raised, or stood too long, as `FILE, line N, in FUNCTION`.
+        where (`str`, *optional*): Where the user's code raised or stood still, as `FILE, line N, in FUNCTION`.
         traceback (`str`, *optional*): The frames of that code.
         tools (`list[dict]`, *optional*): Schemas of the tools that the chat template showed to the model.
         refusals (`dict[str, int]`): Why requests of an agent were refused, and how many; limits are none.
