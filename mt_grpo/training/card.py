@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from mt_grpo.credit import rule_label
 from mt_grpo.imports import FORMATS, looks_like_path
 
 _About = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 _PAPER = textwrap.dedent("""\
     @article{zeng2025reinforcing,
@@ -47,6 +50,10 @@ def write_card(
     tags: Iterable[str] = (),
 ) -> None:
     """Writes a model's `README.md`, from the run's index, held-out metrics after `step` steps and options."""
+    path = to / "README.md"
+    if path.exists() and not path.read_bytes().startswith(b"---"):  # as a card begins, with what the Hub reads
+        logger.warning("%s is no card of a model and stays as it is, so the model has none.", path)
+        return
     options = {**(about.get("options") or {}), **(options or {})}
     base = str(options.get("model_name_or_path") or about.get("model", ""))
     data = str(options.get("dataset_name") or "")
@@ -91,7 +98,7 @@ def write_card(
         f"```bibtex\n{_PAPER}\n```",
     ]
     card = ModelCard(f"---\n{meta.to_yaml()}\n---\n\n" + "\n\n".join(filter(None, parts)) + "\n")
-    card.save(to / "README.md")
+    card.save(path)
 
 
 _OF = {"turn": "turn", "outcome": "conversation"}

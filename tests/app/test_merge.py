@@ -158,6 +158,13 @@ def test_a_card_has_the_numbers_of_the_model_that_was_kept(tmp_path, step, best,
     assert ("The model was kept after step 9" in text) == (step == 9 and not best)
 
 
+def test_a_readme_that_is_no_card_is_kept(tmp_path, caplog):
+    own = tmp_path / "README.md"
+    own.write_text("# My project\n")
+    write_card(tmp_path, "it", ABOUT, [], [], step=9)
+    assert own.read_text() == "# My project\n" and "is no card of a model and stays as it is" in caplog.text
+
+
 def test_a_push_ends_with_the_card_of_the_last_evaluation(build, monkeypatch, tmp_path):
     sent = []
     monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: RepoUrl("https://huggingface.co/me/agent"))
