@@ -65,10 +65,7 @@ class ProcessGoneError(UserError, RuntimeError):
 
 @contextmanager
 def says_who_is_gone(output_dir: str) -> Iterator[None]:
-    """
-    Turns what a backend of torch raises into a sentence: no group was formed, or a process is gone. What processes of
-    a group warn of alike is said once.
-    """
+    """Turns what a backend of torch raises into a sentence: no group, or a process is gone. Warnings are said once."""
     for handler in filter(None, (logging.lastResort, *logging.getLogger("transformers").handlers)):
         handler.addFilter(is_said_here)
     try:
