@@ -34,6 +34,7 @@ _AXES = ("step", "time", "tokens")
 
 _INDEX_FILE = f"{FOLDER}/{INDEX}"
 
+_HELD_OUT = re.compile("eval_(.+_)?reward")  # of one set, or of a named one
 _RUN = re.compile(rb'^\{"kind":"run".*$', re.MULTILINE)
 
 
@@ -214,16 +215,17 @@ def _evaluated(folder: Path) -> Columns:
 def _of_metrics(folder: Path) -> Row:
     """What the list shows of `metrics.jsonl`."""
     metrics = Run.metrics_of(folder)
-    rewards, held_out, took = (
-        [row[name] for row in metrics if _is_number(row.get(name))]
-        for name in ("reward", "eval_reward", "train_runtime")
+    rewards, took = (
+        [row[name] for row in metrics if _is_number(row.get(name))] for name in ("reward", "train_runtime")
     )
+    ends = {name: row[name] for row in metrics for name in row if _HELD_OUT.fullmatch(name) and _is_number(row[name])}
+    of_sets = [ends["eval_reward"]] if "eval_reward" in ends else [*ends.values()]
     return {
         "seconds": took[-1] if took else None,
         "step": max((row["step"] for row in metrics), default=0),
         "reward": _thinned(rewards),
         "last": float(np.mean(rewards[-_LAST:])) if rewards else None,
-        "eval": held_out[-1] if held_out else None,
+        "eval": sum(of_sets) / len(of_sets) if of_sets else None,  # of several sets the mean
     }
 
 

@@ -41,6 +41,14 @@ def test_every_run_is_a_row(folder, printed):
     assert "damaged" in rows["broken"] and "broken: " in text and "\x1b" not in text
 
 
+def test_of_several_held_out_sets_the_mean_is_listed(tmp_path, printed):
+    write_run(tmp_path / "run", steps=2, groups=1, seed=0)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        for step, name, reward in ((0, "easy", 0.5), (2, "easy", 1.0), (2, "very_hard", 0.25)):
+            file.write(f'{{"step": {step}, "eval_{name}_reward": {reward}, "eval_{name}_reward_std": 9}}\n')
+    assert json.loads(printed("runs", tmp_path, "--json"))[0]["eval"] == 0.625
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [
