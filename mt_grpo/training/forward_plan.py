@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, gather, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOTrainer
 
-from mt_grpo.errors import ConfigError, UnsupportedModelError, refuse_first
+from mt_grpo.errors import ConfigError, UnsupportedModelError, WeightSyncError, refuse_first
 from mt_grpo.forward.lm_head import Truncation
 from mt_grpo.forward.media import Media, MediumInputs
 from mt_grpo.forward.model import ForwardPlan, check_sequence_parallel, enable_trees, score
@@ -45,6 +45,7 @@ class Forwards:
         args = trainer.args
         self._trainer = trainer
         self._proven: set[object] = set()  # see `prove_shown`
+        self._shown_alike = False
         self._asks_for_routes = route_shape(trainer.model.config) is not None
         if trainer.aux_loss_enabled and not has_router_loss(trainer.model.config):  # as of some of Granite 4
             coef = args.router_aux_loss_coef
@@ -167,6 +168,31 @@ class Forwards:
         media: Media = {number: image for row in chosen.values() for number, image in row.media.items()}
         trees = [row_tree(row) for row in chosen.values()]
         self._hold(ForwardPlan(trees, media=media, attention=self._trainer.args.tree_attention), prove_media)
+
+    def hold_shown(self, batch: RolloutBatch, output: Columns, tolerance: float) -> None:
+        """
+        Refuses servers that show images or play sounds in another way than the trainer, which their proof of text does
+        not tell: by the first conversations with some, sampled with the weights of the moment. Collective.
+        """
+        if self._shown_alike or "importance_sampling_ratio" not in output or _inexact_options(self._trainer.args):
+            return
+        now = {self._trainer.state.global_step}
+        rows = [
+            bool(row.media) and all({turn.weight_version, turn.last_weight_version} == now for turn in one.turns)
+            for row, one in zip(batch.token_rows, batch.trajectories, strict=True)
+        ]
+        apart = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs().float()
+        trained = (output["completion_mask"] * output["tool_mask"]).bool() & ~apart.isnan()
+        apart = apart[trained & torch.tensor(rows, device=trained.device)[:, None]]
+        total, count = gather(torch.stack([apart.sum(), apart.new_tensor(len(apart))])[None]).sum(dim=0).tolist()
+        self._shown_alike = count > 0
+        if total > tolerance * count:
+            raise WeightSyncError(
+                "The servers sample from other images or sounds than the trainer computes with: log-probs of "
+                f"conversations that have some are {total / count:.2e} nats a token apart, and {tolerance:.1e} is "
+                "allowed. Let the servers have the trainer's model, its configuration and its versions, or leave "
+                "`use_vllm` out."
+            )
 
     def _give_up_trees(self, error: UnsupportedModelError) -> None:
         reason, size = str(error).partition(", so trees cannot be packed")[0].rstrip("."), self._trainer.args.sp_size

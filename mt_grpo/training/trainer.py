@@ -366,6 +366,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         try:
             with batch.open_environments():
                 step.output = super()._generate_and_score_completions(shown)
+            if mode == "train" and self.shows_media and not isinstance(sync := self.weight_sync, ModelCopy | None):
+                self.forwards.hold_shown(batch, step.output, sync.proof.tolerance)
             if self.args.max_staleness and mode == "train":
                 share = batch.staleness.effective = effective_sample_size(step.output)
                 step.output[STEP_FACTOR] = torch.tensor(self._steps.factor(share), dtype=torch.double)

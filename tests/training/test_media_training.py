@@ -1,5 +1,6 @@
 """Training of models that see or hear: images and sounds in prompts and in results of tools, through the trainer."""
 
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from mt_grpo import MTGRPOConfig, MTGRPOEnvTrainer
 from mt_grpo.app.build import finish_dry_run
 from mt_grpo.data.images import ImageOfRowError
 from mt_grpo.envs import MultiTurnToolEnv, Outcome
-from mt_grpo.errors import ConfigError, UnsupportedModelError
+from mt_grpo.errors import ConfigError, UnsupportedModelError, WeightSyncError
 from mt_grpo.forward.model import score
 from mt_grpo.media import media_of, media_parts, read_image, to_file
 from mt_grpo.rollout.engines import ScriptedEngine
@@ -251,6 +252,23 @@ def test_conversations_with_media_are_sampled_ahead(tmp_path):
         found.append({each["session"]: [node["tokens"] for node in each["tree"]["nodes"]] for each in records})
         assert trainer.state.global_step == 3 and len(found[-1]) == 12
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("off", [0.0, 2e-3])
+def test_servers_that_show_another_image_end_the_run(tmp_path, off):
+    trainer = small_trainer(SEES, tmp_path, max_staleness=1, max_steps=2)
+    copy, engine = trainer.weight_sync, trainer.runner.engine
+    trainer.weight_sync = SimpleNamespace(sync=copy.sync, check=copy.check, proof=SimpleNamespace(tolerance=1e-3))
+    generate, trainer._unproven = engine.generate_with_media, None
+
+    async def otherwise(*given: Any) -> Any:
+        sample = await generate(*given)
+        sample.logprobs = [value + off for value in sample.logprobs]
+        return sample
+
+    engine.generate_with_media = otherwise
+    with pytest.raises(WeightSyncError, match="are 2.00e-03 nats a token apart") if off else nullcontext():
+        trainer.train()
 
 
 @pytest.mark.slow
