@@ -1,5 +1,6 @@
 """The trainer on scripted and sampled rollouts."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -298,10 +299,15 @@ def test_an_environment_that_raises_leaves_loss_and_baseline_too(build, fault):
     assert torch.isfinite(trainer._compute_loss(trainer.model, inputs))
 
 
-def test_a_timeout_is_the_policys_doing_and_stays(build):
-    batch(trainer := build(rollout_timeout=1e-9))
-    assert "timeout" in {trajectory.stop_reason.value for trajectory in trainer.batch.trajectories}
-    assert not trainer.batch.rewards.outcome_rewards.isnan().any()
+def test_a_timeout_after_a_turn_is_the_policys_doing(build):
+    class Slow(MultiTurnToolEnv):
+        async def step(self, turn):
+            await asyncio.Event().wait()
+
+    batch(trainer := build(failing(set()), env=Slow([lookup], protocol="learnt_tags"), rollout_timeout=1.0))
+    found = trainer.batch.trajectories
+    assert {trajectory.stop_reason.value for trajectory in found} == {"timeout"}
+    assert trainer.batch.rewards.outcome_rewards.isnan().tolist() == [not trajectory.turns for trajectory in found]
 
 
 def test_rewards_skip_failures_and_extra_columns_fit(build):
