@@ -157,6 +157,12 @@ def evaluate(request: Request) -> int:
         )
     folders = {name: save / (re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model") for name in names}
     models = [SampledModel(name, folder, own["api_key_env"]) for name, folder in folders.items()]
+    own_server = request.values.get("use_vllm") and request.values.get("vllm_mode") != "colocate"
+    if own_server and sum(model.endpoint is None for model in models) > 1:
+        raise ConfigError(
+            "With `use_vllm: true` a server has one model, and `--model` names several: evaluate one after the other, "
+            "with the same `--save` and a server of each (`mt-grpo serve`)."
+        )
     datasets.disable_progress_bars()
     for model in models:  # before any of them samples
         model.served()

@@ -192,6 +192,11 @@ def test_bad_input_is_refused_before_any_work(recipe, refused, tmp_path, words, 
     assert not (tmp_path / "evals").exists()
 
 
+def test_one_server_is_not_asked_for_two_models(recipe, refused, other_model, model_folder, tmp_path):
+    words = ["--use_vllm", "true", "--save", tmp_path / "evals", "--model", model_folder, other_model]
+    assert "a server has one model, and `--model` names several" in refused("eval", *recipe(), *words)
+
+
 def test_reward_that_needs_log_probs_refuses_an_endpoint(endpoint, recipe, refused, tmp_path):
     words = ["--save", tmp_path / "evals", "--model", f"{endpoint(answers).url}/v1"]
     assert "needs log-probs of the policy" in refused("eval", *recipe(turn_reward_funcs=["information_gain"]), *words)
