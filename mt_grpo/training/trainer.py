@@ -585,7 +585,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.model.training:
             check_loss(loss, inputs, model, self.state.global_step)
         else:  # transformers' mean takes the remainder of the dataset for that of its rows
-            self._metrics["eval"]["loss"].append(self.accelerator.gather(loss.detach()).mean().item())
+            mean = self.accelerator.gather(loss.detach()).mean().item()
+            if self._evaluation is not None and self.loss_type not in rollout_batch.TOKENS_OF_ALL:
+                rows = len(inputs["prompt_ids"]) * self.accelerator.num_processes  # padding rows among them
+                mean *= rows / max(1, self._evaluation.sizes[-1])
+            self._metrics["eval"]["loss"].append(mean)
         if "loss_factor" not in inputs:
             return loss
         factor, balance = inputs["loss_factor"], 0.0

@@ -80,7 +80,7 @@ SCENARIOS = {
     "spoilt": {},  # the second rank's loss is not finite
     "measured": {"do_eval": True, "per_device_eval_batch_size": 3, "num_generations_eval": 1},
     # ten evaluated conversations, eight to a batch: of the second batch the second rank has none
-    "uneven": {"do_eval": True, "num_generations_eval": 2},
+    "uneven": {"do_eval": True, "num_generations_eval": 2, "loss_type": "grpo"},
     "taught": {"distillation_coef": 0.1},  # by a model of another family
     "averaged": {"distillation_coef": 0.1, "num_generations": 2, **SAVED},  # by the mean of the policy, where it tells
 }

@@ -136,7 +136,7 @@ def test_rows_that_only_fill_up_the_last_batch_are_not_counted(tmp_path):
     def counted(name):
         kind = name.split("/")[0].removeprefix("eval_")
         means = kind in ("rewards", "completions") and "/mean" in name
-        return means or kind in ("stop", "turns", "tools", "tokens", "reward") or kind.startswith("turn_")
+        return means or kind in ("loss", "stop", "turns", "tools", "tokens", "reward") or kind.startswith("turn_")
 
     one, two = run_ranks(tmp_path / "1", 1, "uneven"), run_ranks(tmp_path / "2", 2, "uneven")
     for single, shared in zip(one["evaluations"], two["evaluations"], strict=True):
