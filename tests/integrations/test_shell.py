@@ -94,7 +94,10 @@ def test_what_runs_in_the_background_goes_on(run):
     os.kill(pid, 9)
 
 
-def test_long_output_is_cut_in_its_middle(run):
+def test_long_output_is_cut_in_its_middle(run, tmp_path, monkeypatch):
+    (slow := tmp_path / "wc").write_text(f"#!/bin/sh\nn=$({shutil.which('wc')} $*); sleep .3; echo $n\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     ((text, _),) = run("yes 123456789 | head -c 5000000")
     head, note, tail = text.rpartition("\n[")[0], text[text.rindex("\n[") :].splitlines()[1], text[-20:]
     assert len(head) == SHOWN // 2 and tail.strip("123456789\n") == ""

@@ -63,7 +63,8 @@ done
 if [ -z "$d" ]; then
     printf '\n%s:1::%s:\n' MARK "$(echo 'The shell can write neither to /tmp nor to /dev/shm.' | base64 -w 0)"; exit
 fi
-{ dd bs=1 count=HALF of=$d/head; tee >(wc -c > $d/size) | tail -c HALF > $d/tail; } < $d/pipe > /dev/null 2>&1 &
+{ dd bs=1 count=HALF of=$d/head; tee >(wc -c > $d/size) | tail -c HALF > $d/tail
+  for i in $(seq 200); do [ -s $d/size ] && break; sleep .01; done; } < $d/pipe > /dev/null 2>&1 &
 reader=$!
 timeout -k 2 SECONDS bash $d/inner < /dev/null > $d/pipe 2>&1; code=$?
 [ -e $d/busy ] && patience=4 || patience=40
@@ -73,8 +74,8 @@ printf '\n%s:%s:%s:%s:%s\n' MARK $code "$(head -c 20 $d/size 2> /dev/null)" \
 """
 """
 A command's frame: the shell's state before and after it, its time, and its output through a pipe that keeps both ends
-(`dd` writes each byte at once). What it leaves in the background goes on, and may hold the pipe open. Its files are in
-memory where the disk has no room for them: half of a command is never run.
+(`dd` writes each byte at once; bash alone does not wait for `wc`). What it leaves in the background goes on, and may
+hold the pipe open. Its files are in memory where the disk has no room for them: half of a command is never run.
 """
 
 
