@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import torch
 from rich.console import Console
 from rich.text import Text
-from safetensors.torch import load_file
+from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from trl import get_quantization_config
 from trl.chat_template_utils import add_response_schema
@@ -180,8 +180,10 @@ def _check_adapter(settings: dict[str, Any], run: str, weights: Path | None) -> 
     """Refuses an adapter that vLLM cannot put on its base; `weights` are looked into for layers that see or hear."""
     unknown = [name for name in ("modules_to_save", "use_dora", "target_parameters") if settings.get(name)]
     of_text = re.compile(r"\.(language_model|text_model|lm_head)\.")
-    if weights is not None and not all(map(of_text.search, load_file(weights))):
-        unknown.append("layers that see or hear")
+    if weights is not None:
+        with safe_open(weights, "pt") as file:
+            if not all(map(of_text.search, file.keys())):
+                unknown.append("layers that see or hear")
     if settings.get("peft_type") != "LORA" or unknown:
         raise ConfigError(
             f"vLLM takes no adapter with {', '.join(unknown) or settings.get('peft_type')}: run "
